@@ -1,4 +1,4 @@
-"""DeepCAM against numbers that the reference implementation produced (tests/data/deepcam)."""
+"""DeepCAM agrees with stored results of the reference implementation (tests/data/deepcam)."""
 
 from typing import Any
 
@@ -23,23 +23,23 @@ def read(name: str) -> Any:
     return load_json(f"deepcam/{name}")
 
 
-def maps(tag: str, height: int, width: int) -> torch.Tensor:
-    """Input [2, H, W, V] of a case: what the network sees, so the model scales nothing."""
+def make_maps(tag: str, height: int, width: int) -> torch.Tensor:
+    """Return the normalized input [2, H, W, V] of a case; the model does not scale it."""
     x = hash_values(2 * 16 * height * width, f"dc_x_{tag}").astype(np.float32).reshape(2, 16, height, width)
     return torch.from_numpy(x).permute(0, 2, 3, 1)
 
 
-def labels(height: int, width: int, counts: list[int]) -> torch.Tensor:
-    """Two rectangles in each map, where the stored labels of the narrow case have them; the second river lies four rows lower."""
+def make_labels(height: int, width: int, counts: list[int]) -> torch.Tensor:
+    """Return the labels of the narrow case: two rectangles in each map, the second one four rows lower in the second map."""
     mask = torch.zeros(2, height, width, dtype=torch.uint8)
-    for i, one in enumerate(mask):
-        one[3 * height // 4 : 13 * height // 16, width // 8 : 3 * width // 16] = 1
-        one[height // 4 + 4 * i : height // 2 + 4 * i, width // 3 : width // 3 + width // 10] = 2
+    for i, sample_mask in enumerate(mask):
+        sample_mask[3 * height // 4 : 13 * height // 16, width // 8 : 3 * width // 16] = 1
+        sample_mask[height // 4 + 4 * i : height // 2 + 4 * i, width // 3 : width // 3 + width // 10] = 2
     assert mask.flatten().bincount().tolist() == counts
     return mask
 
 
-def check(values: torch.Tensor, stats: dict[str, Any], relative: float) -> None:
+def check_statistics(values: torch.Tensor, stats: dict[str, Any], relative: float) -> None:
     wide = values.detach().double()
     assert wide.numel() == stats["n"]
     assert wide.norm().item() == pytest.approx(stats["l2"], rel=relative)
@@ -52,7 +52,7 @@ def test_the_narrow_network_gives_the_references_outputs_loss_gradients_and_stat
     fill_parameters(model)
     assert sum(p.numel() for p in model.parameters()) == case["n_params"] == 937643
     torch.testing.assert_close(model.class_weights.double(), torch.tensor(case["class_weights"]).double(), rtol=1e-6, atol=0)
-    batch = Batch(maps(NARROW, 96, 144), labels(96, 144, case["label_counts"]))
+    batch = Batch(make_maps(NARROW, 96, 144), make_labels(96, 144, case["label_counts"]))
     x = model.scaled(batch.fields)
     assert digest(batch.mask.numpy()) == case["label_sha256"] and digest(x.numpy()) == case["x_sha256"]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -62,9 +62,9 @@ def test_the_narrow_network_gives_the_references_outputs_loss_gradients_and_stat
         check_subsample(model.train()(x), stored, "out_train", 2e-3)
         check_subsample(model.eval()(x), stored, "out_eval_after_train_forward", 2e-3)
     for name, stats in case["running_stats_after_one_train_forward"].items():
-        check(model.state_dict()[name], stats, 1e-5)
+        check_statistics(model.state_dict()[name], stats, 1e-5)
     # Batch norm over few cells multiplies rounding: torch's own layers, in channels-last float32, are 1.2e-2 from the reference's
-    # contiguous ones, ours 6e-3, and ours in float64, like the reference's in float64, 1.7e-3.
+    # contiguous ones, hpcai's 6e-3, and hpcai's in float64, like the reference's in float64, 1.7e-3.
     for dtype, rounding in ((torch.float32, 1.5e-2), (torch.float64, 3e-3)):
         model.load_state_dict(state)
         model.to(dtype).train().zero_grad()
@@ -82,7 +82,7 @@ def test_the_skip_of_nvidias_network_is_before_relu() -> None:
     stored = load_arrays(f"deepcam/{NARROW}")
     model = DeepCam(DeepCamConfig(divide=8, skip="before"))
     fill_parameters(model)
-    x = maps(NARROW, 96, 144).permute(0, 3, 1, 2)
+    x = make_maps(NARROW, 96, 144).permute(0, 3, 1, 2)
     with torch.no_grad():
         out = model.eval()(x)
         check_subsample(out, stored, "before.out_eval", 1e-5 * float(out.abs().max()))
@@ -93,7 +93,7 @@ def test_seed_0_draws_the_references_weights() -> None:
     torch.manual_seed(0)
     state = DeepCam().state_dict()
     for name, stats in read("div1_192x288_b2_seed0")["param_stats"].items():
-        check(state[name], stats, 1e-6)
+        check_statistics(state[name], stats, 1e-6)
 
 
 def test_intersection_over_union_is_counted_as_the_reference_does() -> None:
@@ -104,21 +104,20 @@ def test_intersection_over_union_is_counted_as_the_reference_does() -> None:
 
 def test_schedules_are_the_references_step_by_step() -> None:
     for name, case in read("lr_schedules").items():
-        about, base = case["args"], case["lr_base"]
-        words: dict[str, Any] = {
-            "unit": "steps", "warmup": about["warmup_steps"], "start": 0.0 if about["warmup_factor"] == 1 else base,
+        args, base = case["args"], case["lr_base"]
+        settings: dict[str, Any] = {
+            "unit": "steps", "warmup": args["warmup_steps"], "start": 0.0 if args["warmup_factor"] == 1 else base,
             "first_step": 1, "late": True, "after_warmup": True,
         }  # fmt: skip
-        if "milestones" in about:
-            factors = tuple(about["gamma"] ** (i + 1) for i in range(len(about["milestones"])))
-            words |= {"decay": "steps", "decay_to": factors}
-            words |= {"decay_at": tuple(map(float, about["milestones"]))}
+        if "milestones" in args:
+            factors = tuple(args["gamma"] ** (i + 1) for i in range(len(args["milestones"])))
+            settings |= {"decay": "steps", "decay_to": factors, "decay_at": tuple(map(float, args["milestones"]))}
         else:
-            words |= {"decay": "cosine", "length": about["T_max"]}
-        at = make_lr_schedule(ScheduleConfig(**words), base * about["warmup_factor"], 1000, 10**6)
+            settings |= {"decay": "cosine", "length": args["T_max"]}
+        lr_at = make_lr_schedule(ScheduleConfig(**settings), base * args["warmup_factor"], 1000, 10**6)
         for step, expected in case["lr_used_at_step"].items():
-            first = not name.endswith("last0")  # that torch counted its first step as 0
-            assert at(int(step) - first) == pytest.approx(expected, rel=1e-12, abs=1e-18), f"{name}, step {step}"
+            first = not name.endswith("last0")  # in these cases torch counted its first step as 0
+            assert lr_at(int(step) - first) == pytest.approx(expected, rel=1e-12, abs=1e-18), f"{name}, step {step}"
 
 
 def test_lamb_makes_the_steps_of_the_published_rule() -> None:

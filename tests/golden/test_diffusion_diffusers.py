@@ -1,4 +1,4 @@
-"""Networks against those of diffusers, of random shapes, converted in both directions: outputs and gradients."""
+"""Networks of random shapes, converted to and from diffusers, have equal outputs and gradients."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux, pack_latents
 
-_WHY = "diffusers is not installed: folders for others, and from them, are NOT tested; pip install hpcai-suite[peers]"
+_WHY = "diffusers is not installed: conversion to and from diffusers is NOT tested; pip install hpcai-suite[peers]"
 diffusers: Any = pytest.importorskip("diffusers", reason=_WHY)
 
 from diffusers.models import embeddings  # noqa: E402
@@ -24,8 +24,8 @@ from diffusers.models.transformers import transformer_flux  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    """Compute in float64 what diffusers computes in float32: sinusoidal and rotary embeddings."""
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
+    """Have diffusers compute sinusoidal and rotary embeddings in float64 instead of float32."""
     double = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
     for module in (embeddings, transformer_flux):
         monkeypatch.setattr(module, "torch", double)
@@ -37,7 +37,7 @@ def wide(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     diffusers.logging.set_verbosity(level)
 
 
-def shapes(draw: random.Random) -> dict[str, Any]:
+def draw_shapes(draw: random.Random) -> dict[str, Any]:
     levels = draw.choice((1, 2, 3))
     return {
         "channels": tuple(draw.choice((8, 12, 16)) for _ in range(levels)), "blocks": draw.choice((1, 2)),
@@ -45,27 +45,27 @@ def shapes(draw: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def unet(seed: int, kind: str) -> UNetConfig:
+def random_unet(seed: int, kind: str) -> UNetConfig:
     draw = random.Random(seed)
-    words = shapes(draw)
-    attention = tuple(draw.choice((kind, "none")) for _ in words["channels"])
+    sizes = draw_shapes(draw)
+    attention = tuple(draw.choice((kind, "none")) for _ in sizes["channels"])
     heads = tuple(draw.choice((2, 4)) for _ in attention)
     if kind == "self":
-        seen = [one == kind for one in (*attention[:-1], kind)]  # the middle has the heads of the lowest level
-        heads = tuple(n // 4 if one else 1 for n, one in zip(words["channels"], seen))
-    more = {"classes": draw.choice((None, 5)), "eps": draw.choice((1e-5, 1e-3)), "tokens": 6 if kind == "cross" else None}
-    return UNetConfig(**words, **more, attention=attention, middle=kind, heads=heads)
+        attends = [level == kind for level in (*attention[:-1], kind)]  # the middle has the heads of the lowest level
+        heads = tuple(n // 4 if attend else 1 for n, attend in zip(sizes["channels"], attends))
+    extra = {"classes": draw.choice((None, 5)), "eps": draw.choice((1e-5, 1e-3)), "tokens": 6 if kind == "cross" else None}
+    return UNetConfig(**sizes, **extra, attention=attention, middle=kind, heads=heads)
 
 
-def vae(seed: int) -> VAEConfig:
+def random_vae(seed: int) -> VAEConfig:
     draw = random.Random(seed)
-    more = {"latents": draw.choice((2, 4)), "quantised": draw.random() < 0.5, "attention": draw.random() < 0.7}
-    return VAEConfig(**shapes(draw), **more, shift=draw.choice((0.0, 0.1)), scale=0.4)
+    extra = {"latents": draw.choice((2, 4)), "quantised": draw.random() < 0.5, "attention": draw.random() < 0.7}
+    return VAEConfig(**draw_shapes(draw), **extra, shift=draw.choice((0.0, 0.1)), scale=0.4)
 
 
 CONFIGS: dict[str, Any] = {
-    **{f"{kind} attention {seed}": unet(seed, kind) for kind in ("cross", "self") for seed in range(4)},
-    **{f"autoencoder {seed}": vae(seed) for seed in range(4)},
+    **{f"{kind} attention {seed}": random_unet(seed, kind) for kind in ("cross", "self") for seed in range(4)},
+    **{f"autoencoder {seed}": random_vae(seed) for seed in range(4)},
     "dit": DiTConfig(inputs=3, outputs=3, size=6, patch=3, layers=1, heads=3, head=4, classes=5),
     "dit of two outputs": DiTConfig(inputs=1, outputs=2, size=8, patch=1, layers=3, heads=1, head=8, classes=1),
     "flux": FluxConfig(inputs=4, double=1, single=3, heads=3, head=8, tokens=6, pooled=5, turned=(4, 2, 2)),
@@ -75,75 +75,75 @@ CONFIGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def outputs(ours: Any, theirs: Any) -> tuple[Tensor, Tensor]:
+def compute_outputs(model: Any, peer: Any) -> tuple[Tensor, Tensor]:
     """Return the outputs of both networks for one sample."""
-    draw, cfg = torch.Generator().manual_seed(0), ours.cfg
+    draw, cfg = torch.Generator().manual_seed(0), model.cfg
 
-    def numbers(*shape: int) -> Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, dtype=torch.float64)
 
     if isinstance(cfg, VAEConfig):
-        x = numbers(2, cfg.inputs, 12, 20)
-        latents, known = ours.encode(x), theirs.encode(x).latent_dist
-        torch.testing.assert_close(latents.moments, known.parameters, rtol=1e-11, atol=1e-11)
-        return ours.decode(latents.mean), theirs.decode(known.mean).sample
+        x = randn(2, cfg.inputs, 12, 20)
+        latents, peer_latents = model.encode(x), peer.encode(x).latent_dist
+        torch.testing.assert_close(latents.moments, peer_latents.parameters, rtol=1e-11, atol=1e-11)
+        return model.decode(latents.mean), peer.decode(peer_latents.mean).sample
     if isinstance(cfg, FluxConfig):
-        x, time = numbers(2, cfg.inputs // 4, 4, 6), torch.rand(2, generator=draw, dtype=torch.float64)
+        x, time = randn(2, cfg.inputs // 4, 4, 6), torch.rand(2, generator=draw, dtype=torch.float64)
         strength = time + 1 if cfg.guidance else None
-        asked = Condition(tokens=numbers(2, 3, cfg.tokens), pooled=numbers(2, cfg.pooled), guidance=strength)
-        right = theirs(
-            hidden_states=pack_latents(x), timestep=time, encoder_hidden_states=asked.tokens, pooled_projections=asked.pooled,
-            guidance=strength, txt_ids=torch.zeros(3, 3, dtype=torch.float64),
+        condition = Condition(tokens=randn(2, 3, cfg.tokens), pooled=randn(2, cfg.pooled), guidance=strength)
+        expected = peer(
+            hidden_states=pack_latents(x), timestep=time, encoder_hidden_states=condition.tokens,
+            pooled_projections=condition.pooled, guidance=strength, txt_ids=torch.zeros(3, 3, dtype=torch.float64),
             img_ids=torch.tensor([[0.0, i, j] for i in range(2) for j in range(3)], dtype=torch.float64),
         ).sample  # fmt: skip
-        return pack_latents(ours(x, time, asked)), right
+        return pack_latents(model(x, time, condition)), expected
     times = torch.tensor([3, 700])
     if isinstance(cfg, DiTConfig):
-        x, classes = numbers(2, cfg.inputs, cfg.size, cfg.size), torch.tensor([cfg.classes, cfg.classes - 1])
-        return ours(x, times, Condition(classes=classes)), theirs(x, timestep=times, class_labels=classes).sample
-    x = numbers(2, cfg.inputs, *((9, 12) if cfg.tokens else (8, 12)))  # their UNet2DModel refuses odd sides
-    classes, tokens = torch.tensor([4, 0]) if cfg.classes else None, numbers(2, 5, 6) if cfg.tokens else None
-    words = {"encoder_hidden_states": tokens} if cfg.tokens else {}
-    return ours(x, times, Condition(classes=classes, tokens=tokens)), theirs(x, times, class_labels=classes, **words).sample
+        x, classes = randn(2, cfg.inputs, cfg.size, cfg.size), torch.tensor([cfg.classes, cfg.classes - 1])
+        return model(x, times, Condition(classes=classes)), peer(x, timestep=times, class_labels=classes).sample
+    x = randn(2, cfg.inputs, *((9, 12) if cfg.tokens else (8, 12)))  # UNet2DModel of diffusers refuses odd sides
+    classes, tokens = torch.tensor([4, 0]) if cfg.classes else None, randn(2, 5, 6) if cfg.tokens else None
+    kwargs = {"encoder_hidden_states": tokens} if cfg.tokens else {}
+    return model(x, times, Condition(classes=classes, tokens=tokens)), peer(x, times, class_labels=classes, **kwargs).sample
 
 
-def compared(ours: nn.Module, theirs: nn.Module) -> None:
-    found, right = outputs(ours.zero_grad() or ours.double().eval(), theirs.zero_grad() or theirs.double().eval())
-    torch.testing.assert_close(found, right, rtol=0, atol=1e-10 * max(1, right.abs().max().item()))
-    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for value in (found, right):
+def check_same(model: nn.Module, peer: nn.Module) -> None:
+    actual, expected = compute_outputs(model.zero_grad() or model.double().eval(), peer.zero_grad() or peer.double().eval())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * max(1, expected.abs().max().item()))
+    weights = torch.randn(actual.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for value in (actual, expected):
         (value * weights).sum().backward()
-    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    for name, parameter in ours.named_parameters():
+    gradients = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            known = gradients[name].view_as(parameter)
-            torch.testing.assert_close(parameter.grad, known, rtol=0, atol=1e-9 * max(1.0, known.abs().max().item()))
+            gradient = gradients[name].view_as(parameter)
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-9 * max(1.0, gradient.abs().max().item()))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_we_and_diffusers_read_each_others_folders(name: str, tmp_path: Path) -> None:
+def test_hpcai_and_diffusers_read_each_others_folders(name: str, tmp_path: Path) -> None:
     cfg = CONFIGS[name]
     torch.manual_seed(0)
-    ours: Any = {UNetConfig: UNet, VAEConfig: VAE, DiTConfig: DiT, FluxConfig: Flux}[type(cfg)](cfg)
-    for parameter in ours.parameters():
+    model: Any = {UNetConfig: UNet, VAEConfig: VAE, DiTConfig: DiT, FluxConfig: Flux}[type(cfg)](cfg)
+    for parameter in model.parameters():
         nn.init.normal_(parameter, 0.5 * (parameter.ndim == 1), 0.3)
-    save_folder(ours.state_dict(), cfg, tmp_path / "ours", shard=random.Random(name).choice((10**9, 20_000)))
-    kind = json.loads((tmp_path / "ours/config.json").read_text())["_class_name"]
-    theirs, told = getattr(diffusers, kind).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(told.values()), told
-    compared(ours, theirs)
-    theirs.save_pretrained(tmp_path / "theirs")
-    back = load_network(tmp_path / "theirs")
-    assert back.cfg.model_dump(exclude={"zero", "heads"}) == cfg.model_dump(exclude={"zero", "heads"})
-    compared(back, theirs)
+    save_folder(model.state_dict(), cfg, tmp_path / "hpcai", shard=random.Random(name).choice((10**9, 20_000)))
+    kind = json.loads((tmp_path / "hpcai/config.json").read_text())["_class_name"]
+    peer, loading_info = getattr(diffusers, kind).from_pretrained(tmp_path / "hpcai", output_loading_info=True)
+    assert not any(loading_info.values()), loading_info
+    check_same(model, peer)
+    peer.save_pretrained(tmp_path / "diffusers")
+    reloaded = load_network(tmp_path / "diffusers")
+    assert reloaded.cfg.model_dump(exclude={"zero", "heads"}) == cfg.model_dump(exclude={"zero", "heads"})
+    check_same(reloaded, peer)
 
 
-def test_networks_that_they_made_are_read(tmp_path: Path) -> None:
-    """With their defaults for settings that we do not write, and a convolution before and after transformers."""
+def test_networks_saved_by_diffusers_load(tmp_path: Path) -> None:
+    """The folder omits settings that hpcai writes; each transformer begins and ends with a convolution."""
     torch.manual_seed(0)
-    made = diffusers.UNet2DConditionModel(
+    peer = diffusers.UNet2DConditionModel(
         block_out_channels=(8, 16), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=6,
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), norm_num_groups=4, attention_head_dim=2, use_linear_projection=False,
     )  # fmt: skip
-    made.save_pretrained(tmp_path)
-    compared(load_network(tmp_path), made)
+    peer.save_pretrained(tmp_path)
+    check_same(load_network(tmp_path), peer)

@@ -1,4 +1,4 @@
-"""U-Nets and autoencoders against those of diffusers: outputs, losses, gradients, steps of AdamW, names."""
+"""U-Nets and autoencoders have the outputs, losses, gradients, AdamW steps and tensor names of diffusers."""
 
 import gzip
 import json
@@ -20,55 +20,56 @@ from tests.reference_data import DATA, load_arrays, load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOME = DATA / "diffusion"
-SD2, PLAIN, CODERS = (load_json(f"diffusion/{name}/cases") for name in ("sd2_unet_tiny", "unet2d_tiny", "vae_tiny"))
+SD2, UNET2D, VAES = (load_json(f"diffusion/{name}/cases") for name in ("sd2_unet_tiny", "unet2d_tiny", "vae_tiny"))
 
 
-def tensors(name: str) -> dict[str, Tensor]:
-    """Stored arrays, floating ones in float64."""
-    found = {key: torch.from_numpy(array) for key, array in load_arrays(f"diffusion/{name}").items()}
-    return {key: x.double() if x.is_floating_point() else x for key, x in found.items()}
+def load_tensors(name: str) -> dict[str, Tensor]:
+    """Return stored arrays as tensors, converted to float64 if they are floating-point."""
+    stored = {key: torch.from_numpy(array) for key, array in load_arrays(f"diffusion/{name}").items()}
+    return {key: x.double() if x.is_floating_point() else x for key, x in stored.items()}
 
 
-def near(found: Any, known: Any, tolerance: float = 1e-10) -> None:
-    np.testing.assert_allclose(found.detach().numpy(), np.asarray(known), rtol=0, atol=tolerance)
+def check_close(actual: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    np.testing.assert_allclose(actual.detach().numpy(), np.asarray(expected), rtol=0, atol=tolerance)
 
 
-def check_gradients(net: nn.Module, known: dict[str, float]) -> None:
-    own = {name: parameter.grad.norm().item() for name, parameter in net.named_parameters() if parameter.grad is not None}
-    assert set(own) == set(known)
-    largest = max(known.values())
-    wrong = {name: (own[name], norm) for name, norm in known.items() if abs(own[name] - norm) > 1e-8 * (norm + 1e-4 * largest)}
-    assert not wrong
+def check_gradients(net: nn.Module, expected: dict[str, float]) -> None:
+    norms = {name: parameter.grad.norm().item() for name, parameter in net.named_parameters() if parameter.grad is not None}
+    assert set(norms) == set(expected)
+    largest = max(expected.values())
+    off = {name: (norms[name], x) for name, x in expected.items() if abs(norms[name] - x) > 1e-8 * (x + 1e-4 * largest)}
+    assert not off
 
 
-def structured(case: str) -> UNet:
-    """The network of a case of ``sd2_unet_tiny``, with weights by rule."""
-    about = SD2[case]
-    path = HOME / "sd2_unet_tiny" / f"{about['folder']}.json"
+def build_unet(case: str) -> UNet:
+    """Return the network of a case of ``sd2_unet_tiny``, with weights by the hash rule."""
+    settings = SD2[case]
+    path = HOME / "sd2_unet_tiny" / f"{settings['folder']}.json"
     cfg: Any = DIFFUSERS_CLASSES["UNet2DConditionModel"].from_config(json.loads(path.read_text()), path)
-    net = UNet(cfg.model_copy(update={"groups": about["resnet_groups"], "attention_groups": about["transformer_groups"]})).double()
+    groups = {"groups": settings["resnet_groups"], "attention_groups": settings["transformer_groups"]}
+    net = UNet(cfg.model_copy(update=groups)).double()
     fill_parameters(net)
     return net
 
 
 @pytest.mark.parametrize("case", SD2)
-def test_a_unet_with_attention_to_tokens(case: str) -> None:
-    io, about, net = tensors(f"sd2_unet_tiny/{case}"), SD2[case], structured(case)
-    given = io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"])
-    near(sinusoidal_embedding(io["timestep"], net.cfg.channels[0], torch.float64), io["time_proj"], 1e-4)  # theirs in float32
-    adamw = about["adamw"]
-    how = {key: adamw[key] for key in ("lr", "betas", "eps", "weight_decay")}
-    optimizer, losses = torch.optim.AdamW(net.parameters(), **how), []
+def test_a_unet_with_cross_attention(case: str) -> None:
+    io, expected, net = load_tensors(f"sd2_unet_tiny/{case}"), SD2[case], build_unet(case)
+    inputs = io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"])
+    check_close(sinusoidal_embedding(io["timestep"], net.cfg.channels[0], torch.float64), io["time_proj"], 1e-4)  # float32
+    adamw = expected["adamw"]
+    settings = {key: adamw[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    optimizer, losses = torch.optim.AdamW(net.parameters(), **settings), []
     for step in range(4):
-        out = net(*given)
+        out = net(*inputs)
         loss = (out - io["target"]).square().mean()
         losses.append(loss.item())
         if step < 3:
             optimizer.zero_grad()
             loss.backward()
         if step == 0:
-            near(out, io["out_f64"])
-            assert loss.item() == pytest.approx(about["loss_f64"], rel=1e-11)
+            check_close(out, io["out_f64"])
+            assert loss.item() == pytest.approx(expected["loss_f64"], rel=1e-11)
             check_gradients(net, dict(zip(sorted(net.state_dict()), io["grad_l2"].tolist(), strict=True)))
         optimizer.step()
         if step == 2:
@@ -77,37 +78,38 @@ def test_a_unet_with_attention_to_tokens(case: str) -> None:
     assert losses == pytest.approx(adamw["losses"], rel=1e-9)
 
 
-@pytest.mark.parametrize("case", PLAIN)
-def test_a_unet_with_attention_to_itself(case: str) -> None:
-    io, net = tensors(f"unet2d_tiny/{case}"), load_network(HOME / "unet2d_tiny" / PLAIN[case]["folder"]).double()
+@pytest.mark.parametrize("case", UNET2D)
+def test_a_unet_with_self_attention(case: str) -> None:
+    io, net = load_tensors(f"unet2d_tiny/{case}"), load_network(HOME / "unet2d_tiny" / UNET2D[case]["folder"]).double()
     out = net(io["sample"], io["timestep"], Condition(classes=io.get("class_labels")))
-    near(out, io["out_f64"])
+    check_close(out, io["out_f64"])
     loss = (out - io["target"]).square().mean()
     loss.backward()
-    assert loss.item() == pytest.approx(PLAIN[case]["loss_f64"], rel=1e-11)
-    check_gradients(net, PLAIN[case]["grad_l2"])
+    assert loss.item() == pytest.approx(UNET2D[case]["loss_f64"], rel=1e-11)
+    check_gradients(net, UNET2D[case]["grad_l2"])
 
 
-@pytest.mark.parametrize("case", CODERS)
+@pytest.mark.parametrize("case", VAES)
 def test_an_autoencoder(case: str) -> None:
-    io, about, vae = tensors(f"vae_tiny/{case}"), CODERS[case], load_network(HOME / "vae_tiny" / CODERS[case]["folder"]).double()
+    io, expected = load_tensors(f"vae_tiny/{case}"), VAES[case]
+    vae = load_network(HOME / "vae_tiny" / expected["folder"]).double()
     latents = vae.encode(io["image"])
     z, recon = latents.sample(io["noise"]), vae.decode(latents.mean)
     kl = 0.5 * (latents.mean.square() + latents.logvar.exp() - 1 - latents.logvar).flatten(1).sum(1)
-    found = {"moments": latents.moments, "mean": latents.mean, "logvar": latents.logvar, "z": z, "z_scaled": vae.scale_latents(z)}
-    found |= {"recon": recon, "decoded": vae.decode(io["latent"])}
-    found |= {"decoded_unscaled": vae.decode(vae.unscale_latents(io["latent"]))}
-    for name, value in found.items():
-        near(value, io[f"{name}_f64"])
+    outputs = {"moments": latents.moments, "mean": latents.mean, "logvar": latents.logvar, "z": z, "z_scaled": vae.scale_latents(z)}
+    outputs |= {"recon": recon, "decoded": vae.decode(io["latent"])}
+    outputs |= {"decoded_unscaled": vae.decode(vae.unscale_latents(io["latent"]))}
+    for name, value in outputs.items():
+        check_close(value, io[f"{name}_f64"])
     np.testing.assert_allclose(kl.detach(), io["kl_f64"], rtol=1e-11)
-    near(vae(io["image"]), io["recon_f64"])
-    loss = (recon - io["image"]).square().mean() + about["kl_weight"] * kl.mean()
+    check_close(vae(io["image"]), io["recon_f64"])
+    loss = (recon - io["image"]).square().mean() + expected["kl_weight"] * kl.mean()
     loss.backward()
-    assert loss.item() == pytest.approx(about["loss"], rel=1e-11)
-    check_gradients(vae, about["grad_l2"])
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-11)
+    check_gradients(vae, expected["grad_l2"])
 
 
-def test_logarithms_of_variances_are_clamped() -> None:
+def test_log_variances_are_clamped() -> None:
     latents = VAE(VAEConfig(channels=(4,), groups=2, blocks=1)).encode(torch.zeros(1, 3, 4, 4))
     wild = latents._replace(moments=torch.tensor([0.0, 0.0, -1e3, 1e3]).view(1, 4, 1, 1))
     assert wild.logvar.flatten().tolist() == [-30.0, 20.0]

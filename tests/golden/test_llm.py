@@ -1,4 +1,4 @@
-"""Language models against numbers that Hugging Face's transformers produced (tests/data/llm)."""
+"""Language models agree with stored results of Hugging Face's transformers (tests/data/llm)."""
 
 import json
 import shutil
@@ -29,118 +29,119 @@ PRESETS = {
 }  # fmt: skip
 
 
-def home(case: str) -> Path:
+def model_folder(case: str) -> Path:
     return DATA / "llm" / case / "hf"
 
 
-def wide(case: str) -> Any:
-    return LLM.load(home(case)).double()
+def load_model(case: str) -> Any:
+    return LLM.load(model_folder(case)).double()
 
 
-def batch(case: str) -> Batch:
-    found = load_arrays(f"llm/{case}/io")
-    ids, labels = torch.from_numpy(found["ids"]), torch.from_numpy(found["labels"])
+def load_batch(case: str) -> Batch:
+    stored = load_arrays(f"llm/{case}/io")
+    ids, labels = torch.from_numpy(stored["ids"]), torch.from_numpy(stored["labels"])
     return Batch(ids, loss_mask=labels != -100)
 
 
-def theirs(case: str, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of parameters with names and layout of the files."""
-    return llm.load._to_hub(found, read_config(home(case)))
+def to_hub(case: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of parameters with the names and layouts of the files."""
+    return llm.load._to_hub(tensors, read_config(model_folder(case)))
 
 
-def check(found: dict[str, Tensor], stored: dict[str, Any], tolerance: float) -> None:
-    """L2 norm, sum and sum times cos(index): these differ for a transposed or permuted tensor."""
-    assert set(found) == set(stored)
-    for name, tensor in found.items():
-        flat, known = tensor.detach().flatten(), stored[name]
+def check_checksums(tensors: dict[str, Tensor], expected: dict[str, Any], tolerance: float) -> None:
+    """Compare the L2 norm, the sum, and the sum times cos(index), which differs for a transposed or permuted tensor."""
+    assert set(tensors) == set(expected)
+    for name, tensor in tensors.items():
+        flat, sums = tensor.detach().flatten(), expected[name]
         values = {"l2": flat.norm(), "sum": flat.sum(), "cos": (flat * torch.arange(len(flat), dtype=flat.dtype).cos()).sum()}
         for kind, value in values.items():
-            assert value.item() == pytest.approx(known[kind], abs=tolerance * max(known["l2"], 1e-3)), (name, kind)
+            assert value.item() == pytest.approx(sums[kind], abs=tolerance * max(sums["l2"], 1e-3)), (name, kind)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str) -> None:
-    found = load_arrays(f"llm/{case}/io")
+    stored = load_arrays(f"llm/{case}/io")
     with torch.no_grad():
-        np.testing.assert_allclose(wide(case)(torch.from_numpy(found["ids"])), found["logits_f64"], rtol=0, atol=1e-10)
+        np.testing.assert_allclose(load_model(case)(torch.from_numpy(stored["ids"])), stored["logits_f64"], rtol=0, atol=1e-10)
 
 
-def trains(model: LLM, case: str, known: dict[str, Any], names: dict[str, str] | None = None) -> list[float]:
-    """Compare loss and gradients with the reference, and return the losses of three steps. ``names``: ours -> theirs."""
+def check_training(model: LLM, case: str, expected: dict[str, Any], names: dict[str, str] | None = None) -> list[float]:
+    """Compare loss and gradients with the reference, and return the losses of three steps. ``names``: hpcai -> reference."""
     cfg = StepConfig(
         precision="fp64", optimizer="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, decay_names=("*",),
         capture="none",
     )  # fmt: skip
     step = train.Step(model, llm.loss, cfg, dist.single_process())
-    total, count = step._gradients(batch(case))["loss"]
-    assert count.item() == known.get("counted_tokens", count.item())
-    assert total.item() / count.item() == pytest.approx(known["loss"], abs=1e-10)
-    own = {name: p.grad / count for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
-    check({names[name]: x for name, x in own.items()} if names else theirs(case, own), known["grad"], 1e-9)
+    total, count = step._gradients(load_batch(case))["loss"]
+    assert count.item() == expected.get("counted_tokens", count.item())
+    assert total.item() / count.item() == pytest.approx(expected["loss"], abs=1e-10)
+    gradients = {name: p.grad / count for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+    check_checksums({names[name]: x for name, x in gradients.items()} if names else to_hub(case, gradients), expected["grad"], 1e-9)
     losses = []
     for _ in range(3):
-        total, count = step(batch(case))["loss"]
+        total, count = step(load_batch(case))["loss"]
         losses.append(total.item() / count.item())
     return losses
 
 
 @pytest.mark.parametrize("case", TRAINED)
 def test_loss_gradients_and_three_steps_of_adamw(case: str) -> None:
-    model, known = wide(case).train(), load_json(f"llm/{case}/train")
-    losses = trains(model, case, known)
+    model, expected = load_model(case).train(), load_json(f"llm/{case}/train")
+    losses = check_training(model, case, expected)
     with torch.no_grad():
-        total, count = llm.loss(model, batch(case))["loss"]
-    assert [*losses, total.item() / count.item()] == pytest.approx(known["adamw"]["losses"], abs=1e-9)
-    after = theirs(case, {name: p.detach() for name, p in model.named_parameters()})
-    assert {name: x.norm().item() for name, x in after.items()} == pytest.approx(known["adamw"]["param_l2_after"], abs=1e-8)
+        total, count = llm.loss(model, load_batch(case))["loss"]
+    assert [*losses, total.item() / count.item()] == pytest.approx(expected["adamw"]["losses"], abs=1e-9)
+    trained = to_hub(case, {name: p.detach() for name, p in model.named_parameters()})
+    assert {name: x.norm().item() for name, x in trained.items()} == pytest.approx(expected["adamw"]["param_l2_after"], abs=1e-8)
 
 
 @pytest.mark.parametrize("case", ["llama31_tiny", "gpt2_tiny"])
-def test_documents_of_a_row_are_as_if_alone(case: str) -> None:
-    found, known, model = load_arrays(f"llm/{case}/packed"), load_json(f"llm/{case}/packed"), wide(case)
-    ids, positions, documents = (torch.from_numpy(found[name]) for name in ("ids", "positions", "document"))
+def test_documents_of_a_row_are_independent(case: str) -> None:
+    stored, expected, model = load_arrays(f"llm/{case}/packed"), load_json(f"llm/{case}/packed"), load_model(case)
+    ids, positions, documents = (torch.from_numpy(stored[name]) for name in ("ids", "positions", "document"))
     assert torch.equal(llm.objective.document_positions(documents), positions)
     with torch.no_grad():
         logits = model(ids, positions=positions, documents=documents)
         total, count = llm.loss(model, Batch(ids, documents))["loss"]
-    np.testing.assert_allclose(logits, found["logits_f64"], rtol=0, atol=1e-10)
-    assert count.item() == known["counted_tokens"] and total.item() / count.item() == pytest.approx(known["loss"], abs=1e-10)
+    np.testing.assert_allclose(logits, stored["logits_f64"], rtol=0, atol=1e-10)
+    assert count.item() == expected["counted_tokens"] and total.item() / count.item() == pytest.approx(expected["loss"], abs=1e-10)
 
 
 def test_frequencies_of_published_models() -> None:
-    found, about = load_arrays("llm/rope_inv_freq"), load_json("llm/rope_inv_freq")
+    stored, metadata = load_arrays("llm/rope_inv_freq"), load_json("llm/rope_inv_freq")
     for preset, name in (("llama2-7b", "llama2_7b"), ("llama3-8b", "llama3_8b"), ("llama3.1-8b", "llama31_8b"),
                          ("llama3.1-405b", "llama31_405b"), ("llama3.2-1b", "llama32_1b")):  # fmt: skip
         cfg = LLMConfig.preset(preset)
-        assert cfg.head_dim == about[name]["head_dim"] and cfg.rotary is not None
-        np.testing.assert_allclose(rotary_frequencies(cfg.rotary, cfg.head_dim), found[name], rtol=2e-7, atol=0)
+        assert cfg.head_dim == metadata[name]["head_dim"] and cfg.rotary is not None
+        np.testing.assert_allclose(rotary_frequencies(cfg.rotary, cfg.head_dim), stored[name], rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize(("preset", "name"), PRESETS.items())
 def test_published_sizes(preset: str, name: str) -> None:
     cfg = LLMConfig.preset(preset)
     assert cfg.num_parameters == load_json("llm/real_sizes")[name]["parameters"]
-    few = cfg.model_copy(update={"layers": 1})
+    single_layer = cfg.model_copy(update={"layers": 1})
     with torch.device("meta"):
-        assert sum(p.numel() for p in LLM(few).parameters()) == few.num_parameters
+        assert sum(p.numel() for p in LLM(single_layer).parameters()) == single_layer.num_parameters
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_saved_is_loaded(case: str, tmp_path: Path) -> None:
-    model = LLM.load(home(case))
+def test_save_and_load(case: str, tmp_path: Path) -> None:
+    model = LLM.load(model_folder(case))
     llm.save_folder(model.state_dict(), model.cfg, tmp_path, shard=100_000)
-    again = LLM.load(tmp_path)
-    assert again.cfg.model_dump(exclude={"head"}) == model.cfg.model_dump(exclude={"head"})
-    assert again.cfg.head_dim == model.cfg.head_dim
-    assert all(torch.equal(own, other) for own, other in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
-    model.save(tmp_path / "ours.safetensors")
-    assert torch.equal(LLM.load(tmp_path / "ours.safetensors").lm_head.weight, model.lm_head.weight)
+    reloaded = LLM.load(tmp_path)
+    assert reloaded.cfg.model_dump(exclude={"head"}) == model.cfg.model_dump(exclude={"head"})
+    assert reloaded.cfg.head_dim == model.cfg.head_dim
+    tensors, stored = model.state_dict().values(), reloaded.state_dict().values()
+    assert all(torch.equal(x, y) for x, y in zip(tensors, stored, strict=True))
+    model.save(tmp_path / "model.safetensors")
+    assert torch.equal(LLM.load(tmp_path / "model.safetensors").lm_head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize("case", TRAINED[:3])
-def test_settings_of_older_files_are_the_same(case: str, tmp_path: Path) -> None:
+def test_settings_of_older_files_are_equal(case: str, tmp_path: Path) -> None:
     shutil.copy(DATA / "llm" / "configs_4x" / f"{case}.json", tmp_path / "config.json")
-    new, old = read_config(home(case)), read_config(tmp_path)
+    new, old = read_config(model_folder(case)), read_config(tmp_path)
     assert new.model_dump(exclude={"head"}) == old.model_dump(exclude={"head"}) and new.head_dim == old.head_dim
 
 
@@ -150,27 +151,27 @@ ADAPTERS = ["lora_qv", "lora_all_rs"]
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters(name: str, tmp_path: Path) -> None:
     case, folder = "llama2_tiny", DATA / "llm" / "llama2_tiny" / name
-    known, found = load_json(f"llm/{case}/{name}"), load_arrays(f"llm/{case}/{name}")
+    expected, stored = load_json(f"llm/{case}/{name}"), load_arrays(f"llm/{case}/{name}")
     ids = torch.from_numpy(load_arrays(f"llm/{case}/io")["ids"])
-    model = LLM.load(home(case)).double()
+    model = LLM.load(model_folder(case)).double()
     cfg = llm.load_adapter(model, folder)
-    assert cfg.scale == pytest.approx(known["scale"]) and cfg.dropout == (0.05 if name == "lora_all_rs" else 0.0)
+    assert cfg.scale == pytest.approx(expected["scale"]) and cfg.dropout == (0.05 if name == "lora_all_rs" else 0.0)
     with torch.no_grad():
-        np.testing.assert_allclose(model(ids), found["logits_f64"], rtol=0, atol=1e-10)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == known["trainable_parameters"]
+        np.testing.assert_allclose(model(ids), stored["logits_f64"], rtol=0, atol=1e-10)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected["trainable_parameters"]
     names = {n: f"base_model.model.{n.replace('.adapter.', '.')}" for n, p in model.named_parameters() if p.requires_grad}
-    assert trains(model, case, known, names) == pytest.approx(known["adamw"]["losses"][:3], abs=1e-9)
-    after = {names[own]: p.norm().item() for own, p in model.named_parameters() if p.requires_grad}
-    assert after == pytest.approx(known["adamw"]["param_l2_after"], abs=1e-9)
+    assert check_training(model, case, expected, names) == pytest.approx(expected["adamw"]["losses"][:3], abs=1e-9)
+    norms = {names[own]: p.norm().item() for own, p in model.named_parameters() if p.requires_grad}
+    assert norms == pytest.approx(expected["adamw"]["param_l2_after"], abs=1e-9)
     llm.save_adapter(model, cfg, tmp_path)
-    again = LLM.load(home(case)).double()
-    assert llm.load_adapter(again, tmp_path) == cfg
+    reloaded = LLM.load(model_folder(case)).double()
+    assert llm.load_adapter(reloaded, tmp_path) == cfg
     with torch.no_grad():
-        assert torch.equal(again(ids), model.eval()(ids))
+        assert torch.equal(reloaded(ids), model.eval()(ids))
 
 
-def test_new_adapters_change_nothing_yet() -> None:
-    model, ids = LLM.load(home("llama31_tiny")), torch.arange(12)[None]
+def test_new_adapters_change_no_output() -> None:
+    model, ids = LLM.load(model_folder("llama31_tiny")), torch.arange(12)[None]
     with torch.no_grad():
         before = model(ids)
         assert torch.equal(llm.adapt(model, LoRAConfig(rank=2))(ids), before)
@@ -178,7 +179,7 @@ def test_new_adapters_change_nothing_yet() -> None:
     with pytest.raises(ConfigError, match="has adapters; merge them"):
         llm.adapt(llm.adapt(model, LoRAConfig(rank=2)), LoRAConfig(rank=2))
     with pytest.raises(ConfigError, match=r"no layer has this name; expected some of .*q_proj"):
-        llm.adapt(LLM.load(home("llama31_tiny")), LoRAConfig(targets=("query",)))
+        llm.adapt(LLM.load(model_folder("llama31_tiny")), LoRAConfig(targets=("query",)))
 
 
 ERRORS = {
@@ -202,26 +203,26 @@ ERRORS = {
 @pytest.mark.parametrize("fault", ERRORS)
 def test_errors_of_a_folder_are_one_line_that_names_it(fault: str) -> None:
     folder, good = DATA / "llm" / "broken" / fault, LLM.load(DATA / "llm" / "broken" / "good")
-    with pytest.raises(HpcaiError) as told_of:
+    with pytest.raises(HpcaiError) as caught:
         llm.load_adapter(good, folder) if fault.startswith("adapter") else LLM.load(folder)
-    text = str(told_of.value)
-    assert text.startswith(str(folder)) and ERRORS[fault] in text and "\n" not in text, text
-    found = load_arrays("llm/broken/good")  # an adapter that is refused changes nothing
+    message = str(caught.value)
+    assert message.startswith(str(folder)) and ERRORS[fault] in message and "\n" not in message, message
+    stored = load_arrays("llm/broken/good")  # a refused adapter leaves the model unchanged
     with torch.no_grad():
-        logits = good.double()(torch.from_numpy(found["ids"]))
-    np.testing.assert_allclose(logits, found["logits_f64"], rtol=0, atol=1e-10)
+        logits = good.double()(torch.from_numpy(stored["ids"]))
+    np.testing.assert_allclose(logits, stored["logits_f64"], rtol=0, atol=1e-10)
     assert all(p.requires_grad for p in good.parameters()) and not any("adapter" in name for name, _ in good.named_modules())
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    config = json.loads((home("llama2_tiny") / "config.json").read_text())
-    for change, text in (
+    config = json.loads((model_folder("llama2_tiny") / "config.json").read_text())
+    for change, message in (
         ({"attention_bias": True}, "with biases"),
         ({"hidden_size": "wide"}, "config.json: width: Input should be a valid integer$"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "expected default, linear or llama3"),
     ):  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(ConfigError, match=text):
+        with pytest.raises(ConfigError, match=message):
             read_config(tmp_path)
     mixed = LLMConfig.preset("llama2-7b", layers=1, width=16, heads=2, inner=8, vocabulary=10, norm="layer")
     with pytest.raises(CheckpointError, match="neither a Llama nor a GPT-2"):
@@ -230,50 +231,51 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", TRAINED)
 def test_generated_tokens(case: str) -> None:
-    known, model = load_json(f"llm/{case}/generate"), LLM.load(home(case))
-    prompts, most = known["prompts"], SamplingConfig(most=known["new_tokens"])
-    assert [complete(model, [prompt], most)[0] for prompt in prompts] == known["tokens"]
-    assert complete(model, prompts, most) == known["left_padded"]["tokens"]
+    expected, model = load_json(f"llm/{case}/generate"), LLM.load(model_folder(case))
+    prompts, cfg = expected["prompts"], SamplingConfig(most=expected["new_tokens"])
+    assert [complete(model, [prompt], cfg)[0] for prompt in prompts] == expected["tokens"]
+    assert complete(model, prompts, cfg) == expected["left_padded"]["tokens"]
     for name in ("stop_one", "stop_two"):
-        ends = known[name]["eos_token_id"]
+        ends = expected[name]["eos_token_id"]
         stop = ends if isinstance(ends, list) else [ends]
-        alone = [complete(model, [prompt], most, stop)[0] for prompt in prompts]
-        assert complete(model, prompts, most, stop) == known[name]["tokens"] == alone
-    less = SamplingConfig(most=len(known["repetition_penalty"]["tokens"][0]), repetition=known["repetition_penalty"]["penalty"])
-    assert complete(model, prompts, less) == known["repetition_penalty"]["tokens"]
+        alone = [complete(model, [prompt], cfg, stop)[0] for prompt in prompts]
+        assert complete(model, prompts, cfg, stop) == expected[name]["tokens"] == alone
+    penalized = expected["repetition_penalty"]
+    cfg = SamplingConfig(most=len(penalized["tokens"][0]), repetition=penalized["penalty"])
+    assert complete(model, prompts, cfg) == penalized["tokens"]
     assert model.model.layers[0].self_attn.update_cache is None
 
 
 def test_filters() -> None:
-    found, known = load_arrays("llm/sampling/filters"), load_json("llm/sampling/filters")
-    logits, seen = torch.from_numpy(found["logits"]), torch.zeros(*found["logits"].shape, dtype=torch.bool)
-    seen.scatter_(1, torch.from_numpy(found["ids"]), True)
-    for number, setting in enumerate(known["settings"]):
-        words = {name.replace("repetition_penalty", "repetition"): value for name, value in setting.items()}
-        own = filter_logits(logits, seen, SamplingConfig(**words))
-        np.testing.assert_allclose(own, found[f"scores_{number}"], rtol=1e-6, atol=1e-5, err_msg=str(setting))
-        assert own.isfinite().sum(1).tolist() == known["kept"][number], setting
-    ties = torch.from_numpy(found["ties_logits"])
-    for setting, kept in zip(known["ties_settings"], known["ties_kept"]):
-        assert filter_logits(ties, torch.zeros_like(ties, dtype=torch.bool), SamplingConfig(**setting)).isfinite().sum() == kept
+    stored, expected = load_arrays("llm/sampling/filters"), load_json("llm/sampling/filters")
+    logits, used = torch.from_numpy(stored["logits"]), torch.zeros(*stored["logits"].shape, dtype=torch.bool)
+    used.scatter_(1, torch.from_numpy(stored["ids"]), True)
+    for number, setting in enumerate(expected["settings"]):
+        kwargs = {name.replace("repetition_penalty", "repetition"): value for name, value in setting.items()}
+        filtered = filter_logits(logits, used, SamplingConfig(**kwargs))
+        np.testing.assert_allclose(filtered, stored[f"scores_{number}"], rtol=1e-6, atol=1e-5, err_msg=str(setting))
+        assert filtered.isfinite().sum(1).tolist() == expected["kept"][number], setting
+    ties = torch.from_numpy(stored["ties_logits"])
+    for setting, count in zip(expected["ties_settings"], expected["ties_kept"]):
+        assert filter_logits(ties, torch.zeros_like(ties, dtype=torch.bool), SamplingConfig(**setting)).isfinite().sum() == count
 
 
 def test_tokens_are_sampled_by_their_probability() -> None:
     logits, cfg = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]), SamplingConfig(temperature=1.0)
     chances = [(i + 0.5) / 1000 for i in range(1000)]
-    drawn = sample_tokens(logits.expand(1000, 4), torch.zeros(1000, 4, dtype=torch.bool), cfg, chances).bincount(minlength=4)
-    np.testing.assert_allclose(drawn / 1000, logits[0].softmax(0), atol=1.5e-3)
+    counts = sample_tokens(logits.expand(1000, 4), torch.zeros(1000, 4, dtype=torch.bool), cfg, chances).bincount(minlength=4)
+    np.testing.assert_allclose(counts / 1000, logits[0].softmax(0), atol=1.5e-3)
 
 
-def test_a_text_ends_where_positions_do() -> None:
-    model = LLM.load(home("gpt2_hub_tiny"))
+def test_generation_ends_at_the_last_position() -> None:
+    model = LLM.load(model_folder("gpt2_hub_tiny"))
     assert [len(text) for text in complete(model, [[1] * 23, [2] * 20])] == [1, 4]
     with torch.no_grad(), pytest.raises(DataError, match="25 tokens, the model 24 positions"):
         model(torch.zeros(1, 25, dtype=torch.int64))
 
 
 def test_likelihoods_of_choices() -> None:
-    model = wide("llama2_tiny")
+    model = load_model("llama2_tiny")
     for item in load_json("llm/llama2_tiny/choices"):
         assert llm.likelihoods(model, item["context_ids"], item["choice_ids"]) == pytest.approx(item["loglik"], abs=1e-9)
     with pytest.raises(DataError, match="at least one token"):

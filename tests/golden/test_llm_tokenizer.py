@@ -1,4 +1,4 @@
-"""Ids, texts, chats and masks are those of transformers."""
+"""Token ids, decoded texts, chats and assistant masks are those of transformers."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("case", STRINGS["strings"], ids=lambda case: repr(case["text"][:12]))
-def test_texts_have_the_ids_of_the_reference_and_come_back(tokenizer: Tokenizer, case: dict[str, Any]) -> None:
+def test_texts_have_the_ids_of_the_reference_and_are_decoded(tokenizer: Tokenizer, case: dict[str, Any]) -> None:
     ids = tokenizer.encode(case["text"], special=True)
     assert ids == case["ids_without_specials"] and tokenizer.prefix + ids == case["ids"]
     assert tokenizer.decode(ids) == case["decoded"]

@@ -1,4 +1,4 @@
-"""The MLPerf log of a run passes the checkers of MLPerf HPC 3.0 and Training 4.0 to 6.1, which notice what is missing."""
+"""The MLPerf log of a run passes the checkers of MLPerf HPC 3.0 and Training 4.0 to 6.1, and fails without a required key."""
 
 import io
 import json
@@ -30,19 +30,19 @@ START = {
 
 
 class Case(NamedTuple):
-    """A benchmark: its rules, the settings (a file of its app), steps of an epoch (None: as data.epoch says), its metric after each
-    epoch of a run that reaches the target, what the log says, and the keys that the checker does not ask for."""
+    """A benchmark: its rules, settings (a file of its app), steps per epoch (None: by data.epoch), metric after each epoch of a
+    successful run, expected entries of the log, and keys that the checker does not require."""
 
     rules: str
     yaml: str
     steps: int | None
-    found: list[float]
+    metrics: list[float]
     expected: dict[str, Any]
-    not_asked: set[str]
+    optional: set[str]
     start: dict[str, Any] = {}
 
 
-NODES = {"accelerators_per_node", "number_of_nodes", "number_of_ranks", "submission_status"}  # which Training does not ask for
+NODES = {"accelerators_per_node", "number_of_nodes", "number_of_ranks", "submission_status"}  # Training does not require these
 CASES = {
     "cosmoflow": Case("hpc 3.0.0", "", 2, [0.2, math.nan, 0.123], {
         "cache_clear": False, "submission_org": "reference", "submission_division": "closed", "submission_status": "onprem",
@@ -84,53 +84,54 @@ CASES = {
         "opt_learning_rate_warmup_steps": 1000, "opt_adamw_beta_1": 0.9, "opt_adamw_epsilon": 1e-8, "opt_adamw_weight_decay": 0.01,
     }, {*NODES, "seed", "submission_org", "submission_platform"}, {"train_samples": 1_099_776, "validation_samples": 29_696}),
 }  # fmt: skip
-MARKS = [{"fid": 120.0, "clip_cosine": 0.1}, {"fid": 90.0, "clip_cosine": 0.15}, {"fid": 70.0, "clip_cosine": 0.17}]
+SCORES = [{"fid": 120.0, "clip_cosine": 0.1}, {"fid": 90.0, "clip_cosine": 0.15}, {"fid": 70.0, "clip_cosine": 0.17}]
 
 
-def app_of(name: str) -> str:
+def app_name(name: str) -> str:
     return CASES[name].yaml.partition("/")[0] or name
 
 
-def benchmark(name: str) -> Benchmark:
-    app = import_module(f"apps.{app_of(name)}.mlperf")
-    found: Benchmark = app.BENCHMARKS[name] if hasattr(app, "BENCHMARKS") else app.BENCHMARK
-    return found
+def load_benchmark(name: str) -> Benchmark:
+    app = import_module(f"apps.{app_name(name)}.mlperf")
+    result: Benchmark = app.BENCHMARKS[name] if hasattr(app, "BENCHMARKS") else app.BENCHMARK
+    return result
 
 
-def live(path: Path, name: str, found: list[float], *words: str, reason: str = "target", first: int = 0, echo: Any = None,
-         ends: bool = True, **start: Any) -> int:
-    """A life of a run, from epoch ``first`` on, as the training loop tells it -> the steps of an epoch."""
-    case, now = CASES[name], 1000.0 + 100 * first
+def write_run_log(path: Path, name: str, metrics: list[float], *overrides: str, reason: str = "target", first_epoch: int = 0,
+                  echo: Any = None, stop: bool = True, **start: Any) -> int:
+    """Write the events of a run from ``first_epoch`` to its stop, as the training loop does, and return the steps per epoch."""
+    case, time = CASES[name], 1000.0 + 100 * first_epoch
     settings = SETTINGS
     if case.yaml:
-        kind = import_module(f"apps.{app_of(name)}.settings").Config
-        settings = config.load(kind, APPS / case.yaml, words).model_dump(mode="json")
+        kind = import_module(f"apps.{app_name(name)}.settings").Config
+        settings = config.load(kind, APPS / case.yaml, overrides).model_dump(mode="json")
     batch = settings["data"]["batch"]
     steps = case.steps or settings["data"]["epoch"] // batch
-    log, own = MlperfLog(path, benchmark(name), echo), benchmark(name)
-    log.write(Event("note", now - 5, {"text": "the model is built"}))
-    of_case = {"settings": settings, "global_batch": batch, "steps_per_epoch": steps, **case.start}
-    of_case["steps"] = settings["train"].get("steps") or 8
-    log.write(Event("start", now, START | of_case | start))
-    for epoch, value in enumerate(found, start=first):
-        where = {"step": steps * (epoch + 1), "epoch": epoch + 1.0}
-        log.write(Event("epoch", now, {"epoch": epoch, "step": steps * epoch}))
-        log.write(Event("train", now + 8, where | {"loss": 0.1, "dice": 0.5}))
-        log.write(Event("evaluate", now + 10, where | {"samples": 9, "seconds": 2.0, "loss" if own.goals else own.metric: value}))
-        log.write(Event("checkpoint", now + 11, {"step": where["step"], "path": "x", "seconds": 0.1, "bytes": 1}))
-        now += 12
-    if ends:
-        reached = {"step": where["step"], "reason": reason, "seconds": 1.0, "target_reached": reason == "target"}
-        log.write(Event("stop", now, reached))
+    log, benchmark = MlperfLog(path, load_benchmark(name), echo), load_benchmark(name)
+    log.write(Event("note", time - 5, {"text": "the model is built"}))
+    case_fields = {"settings": settings, "global_batch": batch, "steps_per_epoch": steps, **case.start}
+    case_fields["steps"] = settings["train"].get("steps") or 8
+    log.write(Event("start", time, START | case_fields | start))
+    for epoch, value in enumerate(metrics, start=first_epoch):
+        position = {"step": steps * (epoch + 1), "epoch": epoch + 1.0}
+        log.write(Event("epoch", time, {"epoch": epoch, "step": steps * epoch}))
+        log.write(Event("train", time + 8, position | {"loss": 0.1, "dice": 0.5}))
+        score = {"loss" if benchmark.goals else benchmark.metric: value}
+        log.write(Event("evaluate", time + 10, position | {"samples": 9, "seconds": 2.0} | score))
+        log.write(Event("checkpoint", time + 11, {"step": position["step"], "path": "x", "seconds": 0.1, "bytes": 1}))
+        time += 12
+    if stop:
+        fields = {"step": position["step"], "reason": reason, "seconds": 1.0, "target_reached": reason == "target"}
+        log.write(Event("stop", time, fields))
     log.close()
     return steps
 
 
-def judged(path: Path, marks: list[dict[str, float]]) -> list[bool]:
-    """A run of Stable Diffusion, whose checkpoints are then judged in turn."""
-    steps = live(path, "stable_diffusion", [0.3, 0.25, 0.2])
-    own = benchmark("stable_diffusion")
-    return [judge_checkpoint(path, own, steps * n, 1001.0 + 10 * n, found, 30_000) for n, found in enumerate(marks, 1)]
+def judge_checkpoints(path: Path, scores: list[dict[str, float]]) -> list[bool]:
+    """Write the log of a run of Stable Diffusion, and judge its checkpoints in order."""
+    steps = write_run_log(path, "stable_diffusion", [0.3, 0.25, 0.2])
+    benchmark = load_benchmark("stable_diffusion")
+    return [judge_checkpoint(path, benchmark, steps * n, 1001.0 + 10 * n, each, 30_000) for n, each in enumerate(scores, 1)]
 
 
 def complies(path: Path, name: str) -> bool:
@@ -138,76 +139,75 @@ def complies(path: Path, name: str) -> bool:
     return bool(compliance.main(str(path), f"{usage}_{rules}/common.yaml", compliance.make_checker(usage, rules, True, False))[0])
 
 
-def records(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix(PREFIX)) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_checker_passes_a_run_and_misses_every_key_that_is_left_out(name: str, tmp_path: Path) -> None:
+def test_the_checker_passes_a_run_and_reports_each_missing_key(name: str, tmp_path: Path) -> None:
     path, case = tmp_path / "mlperf.log", CASES[name]
     if name == "stable_diffusion":
-        assert judged(path, MARKS) == [False, True, True]
+        assert judge_checkpoints(path, SCORES) == [False, True, True]
     else:
-        live(path, name, case.found)
+        write_run_log(path, name, case.metrics)
     assert complies(path, name)
-    found = records(path)
-    points = {record["key"]: record["value"] for record in found if record["event_type"] == "POINT_IN_TIME"}
+    entries = read_log(path)
+    points = {record["key"]: record["value"] for record in entries if record["event_type"] == "POINT_IN_TIME"}
     for key, value in case.expected.items():
         assert points[key] == (value if isinstance(value, str) else pytest.approx(value)), key
     assert name != "cosmoflow" or points.keys() == case.expected.keys()
-    for key in sorted({record["key"] for record in found}):
-        left = [line for line in path.read_text().splitlines() if f'"key": "{key}"' not in line]
-        path.with_name("less.log").write_text("\n".join(left))
-        assert complies(path.with_name("less.log"), name) == (key in case.not_asked), key
+    for key in sorted({record["key"] for record in entries}):
+        lines = [line for line in path.read_text().splitlines() if f'"key": "{key}"' not in line]
+        path.with_name("less.log").write_text("\n".join(lines))
+        assert complies(path.with_name("less.log"), name) == (key in case.optional), key
 
 
-@pytest.mark.parametrize(("name", "missed"), [("cosmoflow", 0.125), ("unet3d", 0.907), ("llama31_8b", 3.31), ("flux1", 0.5861)])
-def test_a_missed_target_is_aborted_and_does_not_comply(name: str, missed: float, tmp_path: Path) -> None:
-    live(tmp_path / "mlperf.log", name, [CASES[name].found[0], missed], reason="finished")
-    assert records(tmp_path / "mlperf.log")[-1]["metadata"]["status"] == "aborted"
+@pytest.mark.parametrize(("name", "value"), [("cosmoflow", 0.125), ("unet3d", 0.907), ("llama31_8b", 3.31), ("flux1", 0.5861)])
+def test_a_missed_target_is_aborted_and_does_not_comply(name: str, value: float, tmp_path: Path) -> None:
+    write_run_log(tmp_path / "mlperf.log", name, [CASES[name].metrics[0], value], reason="finished")
+    assert read_log(tmp_path / "mlperf.log")[-1]["metadata"]["status"] == "aborted"
     assert not complies(tmp_path / "mlperf.log", name)
 
 
-@pytest.mark.parametrize(("name", "each"), [("llama31_8b", 12_288), ("llama2_70b_lora", 384), ("flux1", 262_144)])
-def test_samples_are_counted_and_the_convergence_is_read(name: str, each: int, tmp_path: Path) -> None:
-    live(path := tmp_path / "mlperf.log", name, CASES[name].found)
-    samples = [record["metadata"]["samples_count"] for record in records(path) if record["key"] == "eval_accuracy"]
-    assert samples == [each, 2 * each, 3 * each]
+@pytest.mark.parametrize(("name", "interval"), [("llama31_8b", 12_288), ("llama2_70b_lora", 384), ("flux1", 262_144)])
+def test_samples_are_counted_and_the_convergence_is_read(name: str, interval: int, tmp_path: Path) -> None:
+    write_run_log(path := tmp_path / "mlperf.log", name, CASES[name].metrics)
+    samples = [record["metadata"]["samples_count"] for record in read_log(path) if record["key"] == "eval_accuracy"]
+    assert samples == [interval, 2 * interval, 3 * interval]
     if name == "flux1":
-        rcp = import_module("mlperf_logging.rcp_checker.rcp_checker")  # which compares with the reference's convergence
-        assert rcp.read_submission_file(str(path), "6.1.0", False) == (0, 3 * each, 1024, name)
+        rcp = import_module("mlperf_logging.rcp_checker.rcp_checker")  # compares with the reference's convergence
+        assert rcp.read_submission_file(str(path), "6.1.0", False) == (0, 3 * interval, 1024, name)
 
 
 def test_the_lines_of_a_run(tmp_path: Path) -> None:
-    """Epoch numbers and times, by hand."""
     path, echo = tmp_path / "mlperf.log", io.StringIO()
-    live(path, "cosmoflow", [0.2, 0.123], echo=echo)
+    write_run_log(path, "cosmoflow", [0.2, 0.123], echo=echo)
     assert echo.getvalue() == path.read_text()
-    spans = [(r["key"], r["time_ms"], r["metadata"].get("epoch_num")) for r in records(path) if r["event_type"] != "POINT_IN_TIME"]
+    spans = [(r["key"], r["time_ms"], r["metadata"].get("epoch_num")) for r in read_log(path) if r["event_type"] != "POINT_IN_TIME"]
     assert spans == [
         ("init_start", 995_000, None), ("init_stop", 1_000_000, None), ("run_start", 1_000_000, None),
         ("epoch_start", 1_000_000, 1), ("epoch_stop", 1_008_000, 1), ("eval_start", 1_008_000, 1), ("eval_stop", 1_010_000, 1),
         ("epoch_start", 1_012_000, 2), ("epoch_stop", 1_020_000, 2), ("eval_start", 1_020_000, 2), ("eval_stop", 1_022_000, 2),
         ("run_stop", 1_024_000, 2),
     ]
-    assert records(path)[-1]["metadata"]["status"] == "success"
+    assert read_log(path)[-1]["metadata"]["status"] == "success"
 
 
 def test_a_resumed_run_has_one_header_and_every_epoch_once(tmp_path: Path) -> None:
     path = tmp_path / "mlperf.log"
-    live(path, "cosmoflow", [0.3, 0.25], reason="signal")
-    live(path, "cosmoflow", [0.2], first=2, ends=False, resumed_from=4)
-    assert records(path)[-1]["metadata"] == {"status": "aborted", "epoch_num": 3, "step_num": 6}, "an error has ended it"
-    live(path, "cosmoflow", [0.21, 0.12], first=2, resumed_from=4)  # the third epoch of the second life is lost
-    found = records(path)
+    write_run_log(path, "cosmoflow", [0.3, 0.25], reason="signal")
+    write_run_log(path, "cosmoflow", [0.2], first_epoch=2, stop=False, resumed_from=4)
+    assert read_log(path)[-1]["metadata"] == {"status": "aborted", "epoch_num": 3, "step_num": 6}, "an error ended the run"
+    write_run_log(path, "cosmoflow", [0.21, 0.12], first_epoch=2, resumed_from=4)  # the third epoch of the second run is lost
+    entries = read_log(path)
     for key in ("epoch_start", "epoch_stop"):
-        assert [record["metadata"]["epoch_num"] for record in found if record["key"] == key] == [1, 2, 3, 4]
-    assert [r["value"] for r in found if r["key"] == "eval_error"] == [0.3, 0.25, 0.21, 0.12]
-    assert [r["metadata"]["status"] for r in found if r["key"] == "run_stop"] == ["success"] and complies(path, "cosmoflow")
-    log = MlperfLog(path, benchmark("cosmoflow"))  # inside the second epoch
+        assert [record["metadata"]["epoch_num"] for record in entries if record["key"] == key] == [1, 2, 3, 4]
+    assert [r["value"] for r in entries if r["key"] == "eval_error"] == [0.3, 0.25, 0.21, 0.12]
+    assert [r["metadata"]["status"] for r in entries if r["key"] == "run_stop"] == ["success"] and complies(path, "cosmoflow")
+    log = MlperfLog(path, load_benchmark("cosmoflow"))  # resumes in the second epoch
     log.write(Event("start", 2000.0, START | {"settings": SETTINGS, "global_batch": 32, "steps_per_epoch": 2, "resumed_from": 3}))
     log.write(Event("epoch", 2000.0, {"epoch": 1, "step": 3}))
-    epochs = [(r["key"], r["metadata"]["epoch_num"]) for r in records(path) if r["key"].startswith("epoch")]
+    epochs = [(r["key"], r["metadata"]["epoch_num"]) for r in read_log(path) if r["key"].startswith("epoch")]
     assert epochs == [("epoch_start", 1), ("epoch_stop", 1), ("epoch_start", 2)]
     log.close()
 
@@ -215,84 +215,85 @@ def test_a_resumed_run_has_one_header_and_every_epoch_once(tmp_path: Path) -> No
 def test_an_error_in_a_real_run_ends_its_log(tmp_path: Path) -> None:
     report = f"report={{directory: {tmp_path}, sinks: [mlperf]}}"
     cfg = config.load(import_module("apps.unet3d.settings").Config, APPS / "unet3d/configs/small.yaml", [report])
-    with pytest.raises(RuntimeError), train.Run("unet3d", cfg, dist.single_process(), benchmark("unet3d")) as run:
+    with pytest.raises(RuntimeError), train.Run("unet3d", cfg, dist.single_process(), load_benchmark("unet3d")) as run:
         run.reports.emit("start", **START | {"settings": run.settings, "global_batch": 1, "steps_per_epoch": 2})
         run.reports.emit("epoch", epoch=0, step=0)
         raise RuntimeError
-    keys = [(record["key"], record["metadata"].get("status")) for record in records(tmp_path / "mlperf.log")]
+    keys = [(record["key"], record["metadata"].get("status")) for record in read_log(tmp_path / "mlperf.log")]
     assert keys[-2:] == [("epoch_stop", None), ("run_stop", "aborted")]
 
 
 @pytest.mark.parametrize("seconds", [3.0, 9.0])
-def test_an_evaluation_that_training_did_not_wait_for_complies(tmp_path: Path, seconds: float) -> None:
-    """Its lines come in a later epoch, with the step whose weights it scored, and so does the end of the run."""
-    log = MlperfLog(path := tmp_path / "mlperf.log", benchmark("cosmoflow"))
+def test_background_evaluation_complies(tmp_path: Path, seconds: float) -> None:
+    """Results, and the end of the run, are logged in a later epoch with the step of the evaluated weights."""
+    log = MlperfLog(path := tmp_path / "mlperf.log", load_benchmark("cosmoflow"))
     log.write(Event("start", 1000.0, START | {"settings": SETTINGS, "global_batch": 32, "steps_per_epoch": 2}))
     for epoch in range(3):
-        now, step = 1000.0 + 10 * epoch, 2 * epoch
-        log.write(Event("epoch", now, {"epoch": epoch, "step": step}))
+        time, step = 1000.0 + 10 * epoch, 2 * epoch
+        log.write(Event("epoch", time, {"epoch": epoch, "step": step}))
         if epoch:
-            found = {"step": step, "epoch": float(epoch), "samples": 9, "seconds": seconds, "mae": [0.2, 0.123][epoch - 1]}
-            log.write(Event("evaluate", now + 5, found))
+            scores = {"step": step, "epoch": float(epoch), "samples": 9, "seconds": seconds, "mae": [0.2, 0.123][epoch - 1]}
+            log.write(Event("evaluate", time + 5, scores))
     log.write(Event("stop", 1025.0, {"step": 4, "reason": "target", "seconds": 1.0, "target_reached": True}))
     log.close()
-    assert complies(path, "cosmoflow") and records(path)[-1]["metadata"] == {"status": "success", "epoch_num": 2, "step_num": 4}
+    assert complies(path, "cosmoflow") and read_log(path)[-1]["metadata"] == {"status": "success", "epoch_num": 2, "step_num": 4}
 
 
-# ---- what follows from settings
+# ---- entries that depend on settings
 
 
 def test_without_a_start_rate_the_base_is_the_peak_and_a_missing_setting_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     schedule = SETTINGS["step"]["schedule"] | {"start": 0.0}
     monkeypatch.setitem(SETTINGS, "step", SETTINGS["step"] | {"schedule": schedule})
-    live(path := tmp_path / "mlperf.log", "cosmoflow", [0.12], device="cpu")
-    values = {record["key"]: record["value"] for record in records(path)}
+    write_run_log(path := tmp_path / "mlperf.log", "cosmoflow", [0.12], device="cpu")
+    values = {record["key"]: record["value"] for record in read_log(path)}
     assert (values["opt_base_learning_rate"], values["opt_learning_rate_warmup_factor"]) == (4e-3, 1.0)
     assert values["accelerators_per_node"] == 0 and complies(path, "cosmoflow")
     monkeypatch.setitem(SETTINGS, "step", {"optimizer": "sgd", "lr": 1.0, "schedule": {"start": 0.1}})
     with pytest.raises(ConfigError, match=r"needs the setting step\.schedule\.warmup .*, but this run has none"):
-        live(tmp_path / "mlperf.log", "cosmoflow", [0.12])
+        write_run_log(tmp_path / "mlperf.log", "cosmoflow", [0.12])
 
 
 def test_the_rate_of_a_3d_unet_drops_in_epochs_or_not_at_all(tmp_path: Path) -> None:
-    live(tmp_path / "steps.log", "unet3d", [0.91], "step.schedule={decay: steps, decay_at: [3000, 5000], decay_to: [0.5, 0.25]}")
-    values = {record["key"]: record["value"] for record in records(tmp_path / "steps.log")}
+    schedule = "step.schedule={decay: steps, decay_at: [3000, 5000], decay_to: [0.5, 0.25]}"
+    write_run_log(tmp_path / "steps.log", "unet3d", [0.91], schedule)
+    values = {record["key"]: record["value"] for record in read_log(tmp_path / "steps.log")}
     assert values["opt_learning_rate_decay_boundary_epochs"] == [3000, 5000] and values["opt_learning_rate_decay_factor"] == 0.5
     assert complies(tmp_path / "steps.log", "unet3d")
-    live(tmp_path / "cosine.log", "unet3d", [0.91], "step.schedule.decay=cosine")
-    assert not any(record["key"].startswith("opt_learning_rate_decay") for record in records(tmp_path / "cosine.log"))
+    write_run_log(tmp_path / "cosine.log", "unet3d", [0.91], "step.schedule.decay=cosine")
+    assert not any(record["key"].startswith("opt_learning_rate_decay") for record in read_log(tmp_path / "cosine.log"))
     assert not complies(tmp_path / "cosine.log", "unet3d")
     with pytest.raises(ConfigError, match=r"counts step\.schedule\.warmup in epochs; set step\.schedule\.unit=epochs"):
-        live(tmp_path / "unit.log", "unet3d", [0.91], "step.schedule={unit: steps, held: false}")
+        write_run_log(tmp_path / "unit.log", "unet3d", [0.91], "step.schedule={unit: steps, held: false}")
 
 
-# ---- checkpoints that are judged after the run
+# ---- checkpoints judged after the run
 
 
 def test_the_first_checkpoint_that_reaches_all_goals_ends_the_run(tmp_path: Path) -> None:
-    path, own = tmp_path / "mlperf.log", benchmark("stable_diffusion")
-    steps = live(path, "stable_diffusion", [0.3, 0.25, 0.2], "train.target=0.2")  # a loss makes no success
-    before = records(path)
+    path, benchmark = tmp_path / "mlperf.log", load_benchmark("stable_diffusion")
+    steps = write_run_log(path, "stable_diffusion", [0.3, 0.25, 0.2], "train.target=0.2")  # a low loss is no success
+    before = read_log(path)
     assert not any(record["key"] == "eval_accuracy" for record in before) and not complies(path, "stable_diffusion")
     assert before[-1]["metadata"]["status"] == "aborted"
 
-    def ends(n: int, found: dict[str, float]) -> tuple[bool, tuple[str, int, int]]:
-        reached = judge_checkpoint(path, own, steps * n, 1001.0 + 10 * n, found, 30_000)
-        last = [record for record in records(path) if record["key"] == "run_stop"]
-        assert len(last) == 1 and records(path)[-1] == last[0]
+    def judge(n: int, scores: dict[str, float]) -> tuple[bool, tuple[str, int, int]]:
+        reached = judge_checkpoint(path, benchmark, steps * n, 1001.0 + 10 * n, scores, 30_000)
+        last = [record for record in read_log(path) if record["key"] == "run_stop"]
+        assert len(last) == 1 and read_log(path)[-1] == last[0]
         return reached, (last[0]["metadata"]["status"], last[0]["metadata"]["step_num"], last[0]["time_ms"])
 
-    assert ends(1, {"fid": 60.0, "clip_cosine": 0.1499}) == (False, ("aborted", 3 * steps, 1_036_000))
-    assert ends(3, MARKS[2]) == (True, ("success", 3 * steps, 1_031_000))
-    assert ends(2, MARKS[1]) == (True, ("success", 2 * steps, 1_021_000))
+    assert judge(1, {"fid": 60.0, "clip_cosine": 0.1499}) == (False, ("aborted", 3 * steps, 1_036_000))
+    assert judge(3, SCORES[2]) == (True, ("success", 3 * steps, 1_031_000))
+    assert judge(2, SCORES[1]) == (True, ("success", 2 * steps, 1_021_000))
     rcp = import_module("mlperf_logging.rcp_checker.rcp_checker")
     assert rcp.read_submission_file(str(path), "5.0.0", False) == (0, 1_024_000, 512, "stable_diffusion")
-    assert ends(3, MARKS[2]) == (True, ("success", 2 * steps, 1_021_000))  # again: its lines are there once
-    assert ends(2, {"fid": 90.1, "clip_cosine": 0.2}) == (False, ("success", 3 * steps, 1_031_000))
-    assert ends(3, {"fid": 90.0, "clip_cosine": 0.149})[1][0] == "aborted"
-    found = [(r["metadata"]["step_num"], r["metadata"]["epoch_num"], r["metadata"]["metric"], r["value"])
-             for r in records(path) if r["key"] == "eval_accuracy"]  # fmt: skip
-    assert sorted(found) == [
+    assert judge(3, SCORES[2]) == (True, ("success", 2 * steps, 1_021_000))  # judged again: its entries are not repeated
+    assert judge(2, {"fid": 90.1, "clip_cosine": 0.2}) == (False, ("success", 3 * steps, 1_031_000))
+    assert judge(3, {"fid": 90.0, "clip_cosine": 0.149})[1][0] == "aborted"
+    scores = [(r["metadata"]["step_num"], r["metadata"]["epoch_num"], r["metadata"]["metric"], r["value"])
+              for r in read_log(path) if r["key"] == "eval_accuracy"]  # fmt: skip
+    assert sorted(scores) == [
         (steps, 1, "CLIP", 0.1499), (steps, 1, "FID", 60.0), (2 * steps, 2, "CLIP", 0.2), (2 * steps, 2, "FID", 90.1),
         (3 * steps, 3, "CLIP", 0.149), (3 * steps, 3, "FID", 90.0),
     ]  # fmt: skip
@@ -300,12 +301,12 @@ def test_the_first_checkpoint_that_reaches_all_goals_ends_the_run(tmp_path: Path
 
 
 def test_only_the_log_of_a_run_that_has_ended_is_judged(tmp_path: Path) -> None:
-    path, own = tmp_path / "mlperf.log", benchmark("stable_diffusion")
-    steps = live(path, "stable_diffusion", [0.3])
+    path, benchmark = tmp_path / "mlperf.log", load_benchmark("stable_diffusion")
+    steps = write_run_log(path, "stable_diffusion", [0.3])
     with pytest.raises(DataError, match=r"mlperf\.log: No such file or directory; .* if report\.sinks has mlperf"):
-        judge_checkpoint(tmp_path / "other" / "mlperf.log", own, steps, 1.0, MARKS[0], 3)
-    whole = path.read_text()
-    for broken in (whole.replace('"run_stop"', '"epoch_stop"'), whole.replace('"stable_diffusion"', '"flux1"')):
+        judge_checkpoint(tmp_path / "other" / "mlperf.log", benchmark, steps, 1.0, SCORES[0], 3)
+    text = path.read_text()
+    for broken in (text.replace('"run_stop"', '"epoch_stop"'), text.replace('"stable_diffusion"', '"flux1"')):
         path.write_text(broken)
         with pytest.raises(DataError, match="not the log of a finished run of stable_diffusion"):
-            judge_checkpoint(path, own, steps, 1.0, MARKS[0], 3)
+            judge_checkpoint(path, benchmark, steps, 1.0, SCORES[0], 3)

@@ -1,6 +1,6 @@
-"""Samples of alignments, and whole feature dictionaries, against those of the reference implementation (tests/data/openfold).
+"""Alignment samples and feature dictionaries equal those of the reference implementation (tests/data/openfold).
 
-Random numbers are not matched: what was drawn there is given here.
+Random numbers are not reproduced: the tests use the rows and templates that the reference drew.
 """
 
 import numpy as np
@@ -12,14 +12,12 @@ from hpcai.models.openfold.formats import parse_features
 from tests.reference_data import load_arrays
 
 CHAINS = pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
-# Where atoms are missing the reference's angles are noise, and here 0; its frames, in float32, are off.
-KNOWN = {
-    "chi_angles_sin_cos": "chi_mask",
-    "rigidgroups_gt_frames": "rigidgroups_gt_exists",
-    "rigidgroups_alt_gt_frames": "rigidgroups_gt_exists",
-    "template_torsion_angles_sin_cos": "template_torsion_angles_mask",
+# With missing atoms the reference's angles are noise and hpcai's are 0; its float32 frames have rounding errors.
+MASKS = {
+    "chi_angles_sin_cos": "chi_mask", "rigidgroups_gt_frames": "rigidgroups_gt_exists",
+    "rigidgroups_alt_gt_frames": "rigidgroups_gt_exists", "template_torsion_angles_sin_cos": "template_torsion_angles_mask",
     "template_alt_torsion_angles_sin_cos": "template_torsion_angles_mask",
-}
+}  # fmt: skip
 SAMPLED = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
 
 
@@ -32,7 +30,7 @@ def test_clusters_and_features_for_rows_drawn_by_the_reference(name: str) -> Non
     cluster = sampling.assign_clusters(msa, extra)
     assert np.array_equal(cluster, golden["cluster.assignment"]) and (not len(extra) or len(np.unique(cluster)) > 20)
     profile, mean = sampling.summarize_clusters(msa, deletions, extra, extra_deletions, cluster)
-    found = {
+    features = {
         "cluster.profile": profile,
         "cluster.deletion_mean": mean,
         "feat.msa_feat": sampling.msa_feat(msa, deletions, profile, mean),
@@ -41,41 +39,42 @@ def test_clusters_and_features_for_rows_drawn_by_the_reference(name: str) -> Non
         "feat.extra_deletion_value": sampling.deletion_value(extra_deletions),
         "det.hhblits_profile": sampling.msa_profile(golden["det.msa"]),
     }
-    for key, array in found.items():
+    for key, array in features.items():
         assert array.shape == golden[key].shape and array.dtype == golden[key].dtype, key
         assert np.abs(array - golden[key]).max(initial=0) < 2e-7, key
     assert deletions.max() > 0
 
 
 def test_the_small_batch_of_the_full_model() -> None:
-    """All that is not drawn is the same. The templates are those that the reference drew; centred here, and not there."""
+    """Features without random numbers are equal. Templates are those that the reference drew, centered before comparison."""
     raw, golden = (load_arrays(f"openfold/network/{name}") for name in ("raw_features", "batch"))
     cfg = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)
-    drawn = [np.flatnonzero((raw["template_sum_probs"] == one).all(1))[0] for one in golden["template_sum_probs"][0, ..., 0]]
-    chain, alignment, templates = parse_features(raw | {name: raw[name][drawn] for name in TEMPLATES})
+    drawn_probs = golden["template_sum_probs"][0, ..., 0]
+    indices = [np.flatnonzero((raw["template_sum_probs"] == probs).all(1))[0] for probs in drawn_probs]
+    chain, alignment, templates = parse_features(raw | {name: raw[name][indices] for name in TEMPLATES})
     batch = collate([featurize(chain, alignment, templates, cfg, training=False)])
     assert batch.keys() == golden.keys() - {"no_recycling_iters"}
-    _centre(golden)
+    _center_templates(golden)
     for name, array in batch.items():
-        wanted = golden[name]
-        assert array.shape == wanted.shape and array.dtype == wanted.dtype, name
+        expected = golden[name]
+        assert array.shape == expected.shape and array.dtype == expected.dtype, name
         if name not in SAMPLED | {"use_clamped_fape"}:
-            known = np.moveaxis(golden[KNOWN[name]] if name in KNOWN else np.ones_like(wanted), -1, 0)
-            off = np.moveaxis(np.abs(array - wanted), -1, 0)
-            assert (off * known[(..., *[None] * (off.ndim - known.ndim))]).max() < 1e-5, name
+            mask = np.moveaxis(golden[MASKS[name]] if name in MASKS else np.ones_like(expected), -1, 0)
+            error = np.moveaxis(np.abs(array - expected), -1, 0)
+            assert (error * mask[(..., *[None] * (error.ndim - mask.ndim))]).max() < 1e-5, name
     assert np.array_equal(golden["true_msa"][0, 0], batch["true_msa"][0, 0])
     rows = {row.tobytes() for row in np.pad(alignment.msa.astype(np.int64), ((0, 0), (0, 3)))}
     for msa in (golden["true_msa"], golden["extra_msa"], batch["true_msa"], batch["extra_msa"]):
         assert all(np.ascontiguousarray(row).tobytes() in rows for row in np.moveaxis(msa[0], -1, 0).reshape(-1, 24))
 
 
-def _centre(golden: dict[str, np.ndarray]) -> None:
-    """Templates, which the reference leaves where they are once they are read."""
+def _center_templates(golden: dict[str, np.ndarray]) -> None:
+    """Center the templates in place: the reference does not."""
     positions, beta = (golden[f"template_{name}"][0] for name in ("all_atom_positions", "pseudo_beta"))
-    there, known = (golden[f"template_{name}"][0, ..., 0] > 0 for name in ("all_atom_mask", "pseudo_beta_mask"))
-    found = center(positions[..., 0], there)
-    for template, atoms in enumerate(there):
+    atom_mask, beta_mask = (golden[f"template_{name}"][0, ..., 0] > 0 for name in ("all_atom_mask", "pseudo_beta_mask"))
+    centered = center(positions[..., 0], atom_mask)
+    for template, atoms in enumerate(atom_mask):
         mean = positions[template, atoms, :, 0].mean(0)
-        assert np.abs(found[template, atoms] + mean - positions[template, atoms, :, 0]).max() < 1e-5
-        beta[template, known[template]] -= mean[:, None]
-    positions[:] = found[..., None]
+        assert np.abs(centered[template, atoms] + mean - positions[template, atoms, :, 0]).max() < 1e-5
+        beta[template, beta_mask[template]] -= mean[:, None]
+    positions[:] = centered[..., None]

@@ -1,4 +1,4 @@
-"""The 3D U-Net against numbers that the reference implementation produced (tests/data/unet3d)."""
+"""The 3D U-Net agrees with stored results of the reference implementation (tests/data/unet3d)."""
 
 import math
 from pathlib import Path
@@ -27,13 +27,13 @@ def read(name: str) -> Any:
     return load_json(f"unet3d/{name}")
 
 
-def volume(shape: tuple[int, ...], tag: str, batch: int, case: dict[str, Any]) -> Batch:
-    """Input and labels of a case: two balls, one in the other, under noise."""
+def make_volume(shape: tuple[int, ...], tag: str, batch: int, case: dict[str, Any]) -> Batch:
+    """Return input and labels of a case: two nested balls with added noise."""
     labels = []
     for b in range(batch):
         sides = [x - (0.4 + 0.1 * b) * n for x, n in zip(np.ogrid[tuple(slice(0, n) for n in shape)], shape)]
         square = sum(side * side for side in sides)
-        labels.append(sum((square <= (part * min(shape)) ** 2).astype(np.uint8) for part in (0.3, 0.12)))
+        labels.append(sum((square <= (radius * min(shape)) ** 2).astype(np.uint8) for radius in (0.3, 0.12)))
     label = np.stack(labels)
     assert digest(label) == case["label_sha256"]
     noise = (np.sqrt(3) * (2 * hash_values(label.size, f"unet_x_{tag}") - 1)).astype(np.float32)
@@ -49,24 +49,24 @@ def check_gradients(model: torch.nn.Module, norms: dict[str, float]) -> None:
         assert abs(parameter.grad.norm().item() - norms[name]) < 1e-3 * (norms[name] + 1e-4 * largest), name
 
 
-def narrow() -> UNet3D:
+def narrow_network() -> UNet3D:
     torch.manual_seed(0)
     return UNet3D(NARROW)
 
 
 def test_a_seed_draws_the_references_weights_and_its_state_dict_loads(tmp_path: Path) -> None:
-    drawn = narrow().state_dict()
-    assert [(name, digest(tensor.numpy())) for name, tensor in drawn.items()] == [*read(STORED)["state_sha256"].items()]
-    for wrapped in (drawn, {"epoch": 3, "best_model_state_dict": {f"module.{name}": t for name, t in drawn.items()}}):
-        torch.save(wrapped, tmp_path / "weights.pt")
+    state = narrow_network().state_dict()
+    assert [(name, digest(tensor.numpy())) for name, tensor in state.items()] == [*read(STORED)["state_sha256"].items()]
+    for saved in (state, {"epoch": 3, "best_model_state_dict": {f"module.{name}": t for name, t in state.items()}}):
+        torch.save(saved, tmp_path / "weights.pt")
         model = UNet3D.load(tmp_path / "weights.pt")
-        assert model.cfg.filters == NARROW.filters and all(torch.equal(model.state_dict()[name], drawn[name]) for name in drawn)
+        assert model.cfg.filters == NARROW.filters and all(torch.equal(model.state_dict()[name], state[name]) for name in state)
     assert sum(p.numel() for p in UNet3D().parameters()) == 31190243 and len(UNet3D().state_dict()) == 78
 
 
 def test_the_narrow_network_gives_the_references_outputs_loss_and_gradients() -> None:
     case, stored = read(STORED), load_arrays(f"unet3d/{STORED}")
-    model, batch = narrow(), volume((64, 64, 32), STORED, 2, case)
+    model, batch = narrow_network(), make_volume((64, 64, 32), STORED, 2, case)
     logits = model(batch.image[:, None])
     check_subsample(logits, stored, "out_train", 2e-5)
     values = unet3d.loss(model, batch)
@@ -78,8 +78,8 @@ def test_the_narrow_network_gives_the_references_outputs_loss_and_gradients() ->
     check_gradients(model, case["grad_l2"])
 
 
-def unlearnable(tag: str) -> Batch:
-    """A whole volume [D, H, W] of noise, and labels drawn for each voxel."""
+def random_volume(tag: str) -> Batch:
+    """Return an uncropped volume [D, H, W] of noise, with a random label for each voxel."""
     case, shape = read("sliding_window")[tag], [int(side) for side in tag.rpartition("_")[2].split("x")]
     image = (2 * hash_values(math.prod(shape), tag) - 1).astype(np.float32).reshape(shape)
     label = (3 * hash_values(math.prod(shape), f"{tag}l")).astype(np.uint8).reshape(shape)
@@ -89,38 +89,38 @@ def unlearnable(tag: str) -> Batch:
 
 @pytest.mark.parametrize("shape", ["64x64x64", "70x64x101", "100x96x79"])
 def test_windows_give_the_references_logits_on_the_same_crop(shape: str) -> None:
-    tag, model = f"sw_roi64_{shape}", narrow().eval()
-    case, given = read("sliding_window")[tag], unlearnable(tag)
+    tag, model = f"sw_roi64_{shape}", narrow_network().eval()
+    case, volume = read("sliding_window")[tag], random_volume(tag)
     with torch.no_grad():
-        logits, kept = model.sliding_window(model, given.image[None, None])
+        logits, crop = model.sliding_window(model, volume.image[None, None])
     assert list(logits.shape) == case["out_shape"]
     check_subsample(logits, load_arrays("unet3d/sliding_window"), tag, 2e-5)
-    assert digest(given.label[kept].numpy()) == case["label_out_sha256"]
-    scores = unet3d.score(model, [Batch(given.image[None], given.label[None])])
-    found = [float(scores[f"dice_{name}"][0]) for name in ("kidney", "tumour")]
-    assert found == pytest.approx(case["dice"], abs=1e-4)
+    assert digest(volume.label[crop].numpy()) == case["label_out_sha256"]
+    scores = unet3d.score(model, [Batch(volume.image[None], volume.label[None])])
+    dice_scores = [float(scores[f"dice_{name}"][0]) for name in ("kidney", "tumour")]
+    assert dice_scores == pytest.approx(case["dice"], abs=1e-4)
 
 
-def logits_on(mesh: Mesh, tag: str) -> None:
-    model = unet3d.parallelize(narrow().eval(), mesh, mesh["replicate"].size)
+def check_logits(mesh: Mesh, tag: str) -> None:
+    model = unet3d.parallelize(narrow_network().eval(), mesh, mesh["replicate"].size)
     with torch.no_grad():
-        logits, _ = model.sliding_window(model, unlearnable(tag).image[None, None])
+        logits, _ = model.sliding_window(model, random_volume(tag).image[None, None])
     check_subsample(logits, load_arrays("unet3d/sliding_window"), tag, 2e-5)
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2, "depth": 2}, {"replicate": 3}], ids=str)
-def test_ranks_that_divide_the_windows_give_the_references_logits(axes: dict[str, int]) -> None:
-    """Two windows: with three or four processes some have none."""
-    on_ranks(axes, logits_on, "sw_roi64_70x64x101")
+def test_windows_sharded_over_ranks_give_the_references_logits(axes: dict[str, int]) -> None:
+    """There are two windows: with three or four ranks some have none."""
+    on_ranks(axes, check_logits, "sw_roi64_70x64x101")
 
 
 WARM_UPS = [("reference", 0.8, 200), ("nvidia_gbs56", 2.0, 1000), ("nvidia_gbs84", 1.5, 1500)]
 
 
-@pytest.mark.parametrize(("which", "lr", "warmup"), WARM_UPS)
-def test_the_warm_up_is_the_references(which: str, lr: float, warmup: int) -> None:
-    """By epoch, counted from 1."""
+@pytest.mark.parametrize(("schedule", "lr", "warmup"), WARM_UPS)
+def test_the_warm_up_is_the_references(schedule: str, lr: float, warmup: int) -> None:
+    """The reference counts epochs from 1."""
     cfg = ScheduleConfig(unit="epochs", warmup=warmup, start=1e-4, first_step=1, held=True)
-    rates = make_lr_schedule(cfg, lr, 1, 10_000)
-    for epoch, value in read("lr_schedules")["lr"][which].items():
-        assert rates(int(epoch) - 1) == pytest.approx(value, rel=1e-6), epoch
+    lr_at = make_lr_schedule(cfg, lr, 1, 10_000)
+    for epoch, value in read("lr_schedules")["lr"][schedule].items():
+        assert lr_at(int(epoch) - 1) == pytest.approx(value, rel=1e-6), epoch

@@ -1,20 +1,19 @@
-"""`make gpu`: what only a GPU can prove and measure, one process after another, on a machine that may have little else.
+"""`make gpu`: run the GPU tests and benchmarks in sequential processes, on a machine that may lack other packages.
 
     python3 tests/gpu/run.py [--rung R1 ...] [--wheels DIR] [--out DIR] [--resume DIR] [--pack]
     python3 tests/gpu/run.py [--part tests kernels apps data training ncu] [--only NAME ...] [--budget SECONDS] ...
-    python3 tests/gpu/run.py --collect DIR      # on a machine with a network: the wheels that another one may lack
+    python3 tests/gpu/run.py --collect DIR      # on a machine with a network: download wheels for one without
 
-First it looks at the machine. What is missing there is told with what to do about it, and what needs it is skipped by name.
-Then each file of tests, each case of `hpcai bench gpu`, each part of `hpcai bench data` and each training is a process with a time
-limit: one that fails or hangs ends nothing but itself. OUT/results.json is written after each of them, so that another call goes
-on where this one stopped, was stopped, or ran out of its ``--budget``; OUT/index.md is the page to read. A row says which commit
-it is of: another commit runs again what failed, and keeps what passed.
+It inspects the machine, prints missing requirements with a remedy, and skips the jobs that need them. Each test file, each case of
+`hpcai bench gpu`, each part of `hpcai bench data` and each training is then a process with a time limit, so that a failure or a
+hang affects no other job. OUT/results.json is written after each job: the next call continues after an interruption or the end of
+the ``--budget``. OUT/index.md is the report. Each row has its commit; another commit repeats failed jobs and keeps passed ones.
 
-A rung is a list of jobs for a GPU that is lent for minutes. With ``--pack`` OUT has four files, whenever the call is cut off:
-results, page, logs, and the caches of torch's and Triton's compilers. ``--resume OUT`` gives them to the next machine.
+A rung is a list of jobs for a GPU that is available for minutes. With ``--pack`` OUT has four files, also after an interruption:
+results, report, logs, and the caches of torch's and Triton's compilers. ``--resume OUT`` passes them to the next machine.
 HPCAI_TEST_DEVICE=cpu runs the same jobs without a GPU, at tiny sizes.
 
-The exit code is 0 when all that could run has passed. This file needs nothing but Python's own library, and never installs torch.
+The exit code is 0 if all jobs that could run have passed. This file needs only the standard library, and never installs torch.
 """
 
 import argparse
@@ -50,22 +49,22 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "kernels", "apps", "data", "training", "ncu")
 ON_CPU = os.environ.get("HPCAI_TEST_DEVICE") == "cpu"
 HPCAI = ("-c", "import sys; from hpcai.cli import main; sys.exit(main())")
-NEEDED = ("pytest", "hypothesis", "numpy", "pydantic", "h5py", "yaml", "rich", "safetensors")  # what tests and benches import
+REQUIRED = ("pytest", "hypothesis", "numpy", "pydantic", "h5py", "yaml", "rich", "safetensors")  # imports of tests and benchmarks
 QUIET = ("-q", "--disable-pip-version-check")
 _TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 TARGET = ("--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:",
-          *(word for tag in _TAGS for word in ("--platform", f"{tag}_x86_64")))  # fmt: skip
-THEIRS = re.compile(r"(torch|triton|numpy|mpich|nvidia-(?!ml-py).*|cuda-.*)$")  # what a machine with a GPU has in its own form
-_LOG = 200_000  # bytes of a log that are kept: its end
-_TEXT = 1500  # characters of a failure that results hold
-_SPARE = 8.0  # seconds of a budget that are kept for what is written at the end
-_WORDS = {"gpu": "no GPU", "compiler": "Triton's compiler", "nccl": "NCCL", "several": "one GPU", "ncu": "Nsight Compute"}
+          *(argument for tag in _TAGS for argument in ("--platform", f"{tag}_x86_64")))  # fmt: skip
+PREINSTALLED = re.compile(r"(torch|triton|numpy|mpich|nvidia-(?!ml-py).*|cuda-.*)$")  # builds of the GPU machine
+_MAX_LOG = 200_000  # bytes at the end of a log that are kept
+_MAX_TEXT = 1500  # characters of a failure in the results
+_RESERVE = 8.0  # seconds of a budget that are reserved for the final output
+_LABELS = {"gpu": "no GPU", "compiler": "Triton's compiler", "nccl": "NCCL", "several": "one GPU", "ncu": "Nsight Compute"}
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """The question of a few minutes on a GPU; the jobs by part and by words of their names; seconds of one process."""
+    """A question to answer in minutes on a GPU, its jobs (substrings of their names by part), and the time limit of a process."""
 
     question: str
     jobs: Mapping[str, tuple[str, ...]]
@@ -89,152 +88,152 @@ RUNGS = {
     "R9": Rung("do files feed the GPU?", {"data": ("",)}),
     "R10": Rung("does a training on a GPU learn as on a CPU?", {"training": ("",)}, 300.0),
 }
-_BUDGET = 330.0  # seconds of a rung
-_TIMED = ("--variants", "eager", "captured", "compiled-captured", "--seconds", "4", "--repeats", "3")
+_RUNG_BUDGET = 330.0  # seconds of a rung
+_TIMING_ARGS = ("--variants", "eager", "captured", "compiled-captured", "--seconds", "4", "--repeats", "3")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process: what it is called, what it runs, what of the machine it needs, and for how many seconds it may."""
+    """A process: name, part, command, requirements of the machine, and time limit in seconds."""
 
     name: str
     part: str
     command: tuple[str, ...]
     needs: tuple[str, ...]
     limit: float
-    usual: float
-    """seconds that such a process takes: it is begun only where so many are left of a budget"""
+    typical: float
+    """expected seconds: the job starts only if the budget has as many left"""
 
     @property
     def file(self) -> str:
         return re.sub(r"[^\w.-]+", "-", self.name)
 
 
-# Files of tests that need more than a GPU. Those of one test are skipped by the test.
-MORE: dict[str, tuple[str, ...]] = {
+# Test files with requirements besides a GPU. Requirements of single tests are checked there.
+EXTRA_NEEDS: dict[str, tuple[str, ...]] = {
     "test_kernels.py": ("compiler",), "test_one_rank.py": ("nccl",), "test_several.py": ("nccl", "several"),
 }  # fmt: skip
-EXCLUSIVE = "test_full.py", "test_several.py", "timing"  # they fill a GPU, or take times
-LONGER = {"test_full.py": 500.0, "test_several.py": 500.0}
-LONGER |= dict.fromkeys(("test_step.py", "test_dimenet.py", "test_openfold.py"), 400.0)  # they compile
+EXCLUSIVE = "test_full.py", "test_several.py", "timing"  # they fill a GPU, or measure times
+LONG_LIMITS = {"test_full.py": 500.0, "test_several.py": 500.0}
+LONG_LIMITS |= dict.fromkeys(("test_step.py", "test_dimenet.py", "test_openfold.py"), 400.0)  # they compile
 DATA = ("direct", "peers")
 TRAINING = ("cosmoflow-small", "llm-small", "cosmoflow-128")
-_WHEELS, _CACHES = 16e6, 12e6  # bytes of wheels that travel to another machine, and of an archive of caches that comes back
+_MAX_WHEELS, _MAX_CACHES = 16e6, 12e6  # bytes of the wheels, and of an archive of caches
 
 
 # ---- the machine
 
-_LOOK = """
+_PROBE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 from hpcai.kernels import triton_support
 from importlib.util import find_spec
-found = {"compiler": triton_support.MISSING, "absent": [name for name in sys.argv[2:] if find_spec(name) is None], "gpus": []}
+result = {"compiler": triton_support.MISSING, "absent": [name for name in sys.argv[2:] if find_spec(name) is None], "gpus": []}
 try:
     import torch
-    found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    found["gpus"] = [{"name": p.name, "gib": round(p.total_memory / 2**30, 1), "capability": f"{p.major}.{p.minor}"}
-                     for p in (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))]
-    if found["gpus"]:
-        found["answer"] = (torch.arange(1000, device="cuda").sum() == 499500).item()
-        found["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
+    result |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    result["gpus"] = [{"name": p.name, "gib": round(p.total_memory / 2**30, 1), "capability": f"{p.major}.{p.minor}"}
+                      for p in (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))]
+    if result["gpus"]:
+        result["answer"] = (torch.arange(1000, device="cuda").sum() == 499500).item()
+        result["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
         if torch.distributed.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+            result["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 except Exception as error:
-    found["error"] = f"{type(error).__name__}: {error}"
+    result["error"] = f"{type(error).__name__}: {error}"
 try:
     import triton
-    found["triton"] = triton.__version__
+    result["triton"] = triton.__version__
 except Exception as error:
     pass
-print("found:" + json.dumps(found))
+print("result:" + json.dumps(result))
 """
-_COMPILE = """
+_KERNEL_PROBE = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 from hpcai.kernels import philox
 assert torch.equal(philox.bits(7, 0, 999, device="cuda").cpu(), philox.bits(7, 0, 999)), "a kernel computed other bits than the CPU"
-print("found:true")
+print("result:true")
 """
 _SMI = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "power.limit",
         "power.max_limit", "temperature.gpu", "compute_mode", "mig.mode.current", "utilization.gpu")  # fmt: skip
 
 
-def look(python: str, environ: Mapping[str, str], out: Path) -> Row:
-    """What the machine has; ``missing`` says, for what parts may need, what is not there and what to do."""
-    found: Row = {"machine": platform.node(), "system": platform.platform(), "cores": len(os.sched_getaffinity(0)),
-                  "python": f"{platform.python_version()} in {sys.prefix}", "driver": driver(),
-                  "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-                  "disk_gib": round(shutil.disk_usage(out).free / 2**30, 1)}  # fmt: skip
-    found |= _ask([python, "-c", _LOOK, str(ROOT), *NEEDED], environ)
-    found["missing"] = _missing(found, out, lambda: _ask([python, "-c", _COMPILE, str(ROOT)], environ, "kernel"))
-    return found
+def inspect_machine(python: str, environ: Mapping[str, str], out: Path) -> Row:
+    """Return the properties of the machine; ``missing`` has a remedy for each missing requirement of jobs."""
+    machine: Row = {"machine": platform.node(), "system": platform.platform(), "cores": len(os.sched_getaffinity(0)),
+                    "python": f"{platform.python_version()} in {sys.prefix}", "driver": query_driver(),
+                    "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+                    "disk_gib": round(shutil.disk_usage(out).free / 2**30, 1)}  # fmt: skip
+    machine |= _query([python, "-c", _PROBE, str(ROOT), *REQUIRED], environ)
+    machine["missing"] = _find_missing(machine, out, lambda: _query([python, "-c", _KERNEL_PROBE, str(ROOT)], environ, "kernel"))
+    return machine
 
 
-def _missing(seen: Row, out: Path, compile_one: Callable[[], Any]) -> dict[str, str]:
-    """What jobs may need and is not there, with what to do."""
+def _find_missing(machine: Row, out: Path, compile_kernel: Callable[[], Any]) -> dict[str, str]:
+    """Return the missing requirements of jobs, each with a remedy."""
     missing: dict[str, str] = {}
-    driver, disk = seen["driver"], seen["disk_gib"]
-    if absent := seen.get("absent", [] if "torch" in seen else list(NEEDED)):
-        what = "cannot be imported; make install, or carry wheels along (make wheels) and give --wheels"
-        missing["packages"] = f"{', '.join(absent)} {what}"
+    driver, disk = machine["driver"], machine["disk_gib"]
+    if absent := machine.get("absent", [] if "torch" in machine else list(REQUIRED)):
+        advice = "cannot be imported; make install, or carry wheels along (make wheels) and give --wheels"
+        missing["packages"] = f"{', '.join(absent)} {advice}"
     if shutil.which("ncu") is None:
         missing["ncu"] = "there is no ncu here; it is a package of CUDA's toolkit (nsight-compute)"
     if disk < 8:
         missing["disk"] = f"{out} has {disk} GiB free, and the benchmark of reading makes files of 2; give --out on a larger disk"
     if ON_CPU:
         return missing
-    why, cuda = seen.get("error"), seen.get("cuda")
-    if not seen.get("gpus"):
-        why = why or (driver if isinstance(driver, str) else "torch sees none; is this torch built for CUDA?")
-        missing["gpu"] = f"{why} (torch {seen.get('torch', 'cannot be imported')}, CUDA {cuda})"
-    elif not seen.get("answer"):
-        missing["gpu"] = f"a first sum on the GPU fails: {why or 'a wrong number'}; is the driver as new as CUDA {cuda}?"
+    reason, cuda = machine.get("error"), machine.get("cuda")
+    if not machine.get("gpus"):
+        reason = reason or (driver if isinstance(driver, str) else "torch sees none; is this torch built for CUDA?")
+        missing["gpu"] = f"{reason} (torch {machine.get('torch', 'cannot be imported')}, CUDA {cuda})"
+    elif not machine.get("answer"):
+        missing["gpu"] = f"a first sum on the GPU fails: {reason or 'a wrong number'}; is the driver as new as CUDA {cuda}?"
     if "gpu" in missing:
         return missing | dict.fromkeys(("compiler", "nccl", "several"), missing["gpu"])
-    if seen.get("compiler"):
-        missing["compiler"] = seen["compiler"]
-    elif (tried := compile_one()) is not True:
-        missing["compiler"] = f"a first kernel cannot be made: {tried.get('error')}"
-    if not seen.get("nccl"):
+    if machine.get("compiler"):
+        missing["compiler"] = machine["compiler"]
+    elif (result := compile_kernel()) is not True:
+        missing["compiler"] = f"a first kernel cannot be made: {result.get('error')}"
+    if not machine.get("nccl"):
         missing["nccl"] = "this torch has no NCCL; install the build for CUDA on Linux"
-    if len(seen["gpus"]) < 2:
+    if len(machine["gpus"]) < 2:
         missing["several"] = "there is one GPU, and this needs two or more"
     return missing
 
 
-def _ask(command: Sequence[str], environ: Mapping[str, str], what: str = "torch") -> Any:
-    """What a process prints behind ``found:``, or an error: a library that does not load may take its process down."""
+def _query(command: Sequence[str], environ: Mapping[str, str], subject: str = "torch") -> Any:
+    """Return the JSON that a process prints after ``result:``, or an error: a library that fails to load may end its process."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=dict(environ), check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=180, env=dict(environ), check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer about {what} within three minutes: a file system or the driver hangs"}
-    for line in done.stdout.splitlines():
-        if line.startswith("found:"):
-            return json.loads(line.removeprefix("found:"))
-    return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:_TEXT]}
+        return {"error": f"no result of the {subject} probe within three minutes: a file system or the driver hangs"}
+    for line in completed.stdout.splitlines():
+        if line.startswith("result:"):
+            return json.loads(line.removeprefix("result:"))
+    return {"error": (completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"])[-1][:_MAX_TEXT]}
 
 
 @functools.cache
-def driver() -> Any:
-    """A row of what nvidia-smi says for each GPU, or why it says nothing."""
+def query_driver() -> Any:
+    """Return the properties of each GPU by nvidia-smi, or the reason why there are none."""
     if shutil.which("nvidia-smi") is None:
         return "no nvidia-smi: there is no NVIDIA driver here"
     try:
         command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
-        return "nvidia-smi does not answer within a minute: the driver hangs"
-    if done.returncode:
-        return f"nvidia-smi: {(done.stdout + done.stderr).strip()[:_TEXT]}"
-    return [dict(zip(_SMI, map(str.strip, line.split(",")))) for line in done.stdout.splitlines() if line.strip()]
+        return "nvidia-smi did not end within a minute: the driver hangs"
+    if completed.returncode:
+        return f"nvidia-smi: {(completed.stdout + completed.stderr).strip()[:_MAX_TEXT]}"
+    return [dict(zip(_SMI, map(str.strip, line.split(",")))) for line in completed.stdout.splitlines() if line.strip()]
 
 
-# ---- an environment, and the wheels for it
+# ---- environment and wheels
 
 
-def prepare(folder: Path, wheels: Path | None) -> dict[str, str]:
-    """The environment of all processes: this Python's packages and, from ``wheels``, those that it lacks."""
+def prepare_environment(folder: Path, wheels: Path | None) -> dict[str, str]:
+    """Return the environment of all processes, with packages of ``wheels`` that this Python lacks."""
     site = folder / "site"
     paths = (str(ROOT), os.environ.get("PYTHONPATH"), str(site) if wheels else None)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -247,40 +246,39 @@ def prepare(folder: Path, wheels: Path | None) -> dict[str, str]:
         raise SystemExit(f"--wheels {wheels}: no wheel lies there; make wheels OUT={wheels} collects them where there is a network")
     shutil.rmtree(site, ignore_errors=True)
     for path in wheels.glob("*.whl"):
-        if not _installed(_canonical(path.name.split("-")[0])):
+        if not _is_installed(_canonical(path.name.split("-")[0])):
             with zipfile.ZipFile(path) as wheel:
                 wheel.extractall(site)
     return environ
 
 
-def requirements(pyproject: Path) -> list[str]:
-    """What library, readings of a GPU, neighbour lists and tests ask for, but what a machine with a GPU has in its own form."""
+def read_requirements(pyproject: Path) -> list[str]:
+    """Return the requirements of hpcai, GPU readings, neighbour lists and tests, without packages that a GPU machine has."""
     project = tomllib.loads(pyproject.read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["gpu"], *(line for line in extras["opencatalyst"] if line.startswith("vesin")),
              *(line for line in extras["dev"] if line.startswith(("pytest", "hypothesis")))]  # fmt: skip
-    lines = [line for line in lines if not line.startswith(("matplotlib", "pytest-xdist"))]  # no report, and one test at a time
-    return [line for line in lines if not THEIRS.match(_canonical(re.split(r"[^\w.-]", line)[0]))]
+    lines = [line for line in lines if not line.startswith(("matplotlib", "pytest-xdist"))]  # no report, and tests are sequential
+    return [line for line in lines if not PREINSTALLED.match(_canonical(re.split(r"[^\w.-]", line)[0]))]
 
 
-def collect(folder: Path, pip: Sequence[str] = (sys.executable, "-m", "pip")) -> list[str]:
-    """Put the wheels into ``folder`` for Python 3.12 on Linux, x86-64, whatever this machine is, but those that the other machine
-    has by itself -> their names and versions."""
-    shutil.rmtree(folder, ignore_errors=True)  # of two versions of one package the wrong one might be taken
-    asked = [*pip, "download", *QUIET, "-d", str(folder), *TARGET, *requirements(ROOT / "pyproject.toml")]
-    subprocess.run(asked, check=True, capture_output=True, text=True, timeout=600)
-    found = {path: path.name.split("-")[:2] for path in sorted(folder.glob("*.whl"))}
-    for path, (name, _) in found.items():
-        if THEIRS.match(_canonical(name)):
+def collect_wheels(folder: Path, pip: Sequence[str] = (sys.executable, "-m", "pip")) -> list[str]:
+    """Download the wheels for Python 3.12 on Linux x86-64, without packages that a GPU machine has. Return names and versions."""
+    shutil.rmtree(folder, ignore_errors=True)  # no older versions of a package
+    command = [*pip, "download", *QUIET, "-d", str(folder), *TARGET, *read_requirements(ROOT / "pyproject.toml")]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    wheels = {path: path.name.split("-")[:2] for path in sorted(folder.glob("*.whl"))}
+    for path, (name, _) in wheels.items():
+        if PREINSTALLED.match(_canonical(name)):
             path.unlink()
-    return [f"{_canonical(name)}=={version}" for path, (name, version) in found.items() if path.exists()]
+    return [f"{_canonical(name)}=={version}" for path, (name, version) in wheels.items() if path.exists()]
 
 
 def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         metadata.distribution(name)
     except metadata.PackageNotFoundError:
@@ -288,61 +286,61 @@ def _installed(name: str) -> bool:
     return True
 
 
-# ---- what there is to do
+# ---- jobs
 
 
-def jobs(parts: Sequence[str], place: "Place", results: Row | None = None, timed: Sequence[str] = ()) -> Iterator[Job]:
-    """All processes of the parts; ``timed``: more words for those that take times. A part whose cases cannot be listed is one job
-    by its name, which says why."""
+def list_jobs(parts: Sequence[str], context: "Context", results: Row | None = None, timing: Sequence[str] = ()) -> Iterator[Job]:
+    """Return the jobs of the parts; if cases cannot be listed, one job with the error. ``timing``: arguments of app benchmarks."""
     sizes = ("--seconds", "1", "--repeats", "2") if ON_CPU else ()
     command: tuple[str, ...]
     for part in parts:
         if part == "tests":
-            files = sorted(place.tests.glob("test_*.py"))
+            files = sorted(context.tests.glob("test_*.py"))
             timings = [path for path in files if "mark.timing" in path.read_text()]
             for name, paths in [*((path.name, [path]) for path in files), *([("timing", timings)] if timings else [])]:
-                xml = place.work / "junit" / f"{Path(name).stem}.xml"
-                limit = LONGER.get(name, place.limit or 300.0)
+                xml = context.work / "junit" / f"{Path(name).stem}.xml"
+                limit = LONG_LIMITS.get(name, context.limit or 300.0)
                 command = (sys.executable, "-m", "pytest", "-q", "--color=no", f"--junitxml={xml}", "-o", "junit_logging=no",
                            "-o", f"faulthandler_timeout={0.8 * limit:.0f}", f"--rootdir={ROOT}",
                            "-m", "timing" if name == "timing" else "not timing", *map(str, paths))  # fmt: skip
-                yield Job(f"tests/{name}", part, command, ("packages", "gpu", *MORE.get(name, ())), place.limit or limit, 60.0)
+                needs = ("packages", "gpu", *EXTRA_NEEDS.get(name, ()))
+                yield Job(f"tests/{name}", part, command, needs, context.limit or limit, 60.0)
         elif part == "data":
-            little = ("--gib", "0.25", "--repeats", "1") if ON_CPU else ()
+            tiny = ("--gib", "0.25", "--repeats", "1") if ON_CPU else ()
             for name in DATA:
-                command = (*place.hpcai, "bench", "data", name, "--json", "--directory", str(place.scratch), *little)
-                yield Job(f"data/{name}", part, command, ("packages", "disk"), place.limit or 400.0, 120.0)
+                command = (*context.hpcai, "bench", "data", name, "--json", "--directory", str(context.scratch), *tiny)
+                yield Job(f"data/{name}", part, command, ("packages", "disk"), context.limit or 400.0, 120.0)
         elif part == "training":
             for name in TRAINING:
-                command = (sys.executable, str(ROOT / "tests/gpu/programs/training.py"), name, str(place.scratch / name))
+                command = (sys.executable, str(ROOT / "tests/gpu/programs/training.py"), name, str(context.scratch / name))
                 command += ("--tiny",) if ON_CPU else ()
-                yield Job(f"training/{name}", part, command, ("packages", "gpu", "disk"), place.limit or 300.0, 200.0)
+                yield Job(f"training/{name}", part, command, ("packages", "gpu", "disk"), context.limit or 300.0, 200.0)
         elif part == "ncu":
-            case, variant, kernels = slowest(results or {"jobs": {}})
-            # Kernels that run once a step are past their warm-up after forty of all five.
+            case, variant, kernels = find_slowest(results or {"jobs": {}})
+            # After 40 launches of these five kernels, those with one launch a step are past their warm-up.
             command = ("ncu", "--csv", "--clock-control", "none", "--section", "SpeedOfLight", "--section", "LaunchStats",
                        "--section", "Occupancy", "--kernel-name", f"regex:^({'|'.join(kernels)})",
                        "--launch-skip", "40", "--launch-count", "20",
-                       *place.hpcai, "bench", "gpu", "apps", "--case", case, "--variants", variant, "--json", "--seconds", "1",
+                       *context.hpcai, "bench", "gpu", "apps", "--case", case, "--variants", variant, "--json", "--seconds", "1",
                        "--repeats", "1")  # fmt: skip
-            yield Job(f"ncu/{case}", part, command, ("packages", "gpu", "ncu"), place.limit or 250.0, 120.0)
+            yield Job(f"ncu/{case}", part, command, ("packages", "gpu", "ncu"), context.limit or 250.0, 120.0)
         else:
             needs = ("packages", "gpu", *(("compiler",) if part == "kernels" else ()))
-            command = (*place.hpcai, "bench", "gpu")
-            cases = _cases((*command, "--list", part), place, needs)
-            if ON_CPU and part == "kernels" and isinstance(cases, list):  # the tiny sizes of a kernel are all the same
+            command = (*context.hpcai, "bench", "gpu")
+            cases = _list_cases((*command, "--list", part), context, needs)
+            if ON_CPU and part == "kernels" and isinstance(cases, list):  # the tiny sizes of a kernel are equal
                 cases = list({case.partition("-")[0]: case for case in cases}.values())
             for case in cases if isinstance(cases, list) else ():
-                more = (*(timed if part == "apps" else ()), *sizes)
-                words = (*command, part, "--case", case, "--json", *more)
-                yield Job(f"{part}/{case}", part, words, needs, place.limit or 300.0, 60.0)
+                extra = (*(timing if part == "apps" else ()), *sizes)
+                arguments = (*command, part, "--case", case, "--json", *extra)
+                yield Job(f"{part}/{case}", part, arguments, needs, context.limit or 300.0, 60.0)
             if isinstance(cases, str):
                 yield Job(part, part, (), (*needs, f"list: {cases}"), 0.0, 0.0)
 
 
-def slowest(results: Row) -> tuple[str, str, list[str]]:
-    """Of the measured cases of apps the slowest against what is published, or against this GPU's rate; the variant that launches
-    its kernels one by one, for a graph hides them; its five longest kernels."""
+def find_slowest(results: Row) -> tuple[str, str, list[str]]:
+    """Return the app case that is slowest relative to published times or to this GPU's peak rate, its variant without CUDA graph (a
+    graph hides kernels), and its five longest kernels."""
     rows = [row for job in results["jobs"].values() if job["part"] == "apps" for row in job.get("found", {}).get("rows", ())]
     rows = [row for row in rows if row.get("costly")]
     if not rows:
@@ -354,24 +352,24 @@ def slowest(results: Row) -> tuple[str, str, list[str]]:
     return row["case"], variant, [base for base in bases if base.isidentifier()][:5] or [".*"]
 
 
-def _cases(command: Sequence[str], place: "Place", needs: Sequence[str]) -> list[str] | str:
-    if any(need in place.missing for need in needs):
+def _list_cases(command: Sequence[str], context: "Context", needs: Sequence[str]) -> list[str] | str:
+    if any(need in context.missing for need in needs):
         return "the cases cannot be listed"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=place.environ, cwd=ROOT, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=120, env=context.environ, cwd=ROOT, check=False)
     except subprocess.TimeoutExpired:
         return "the cases were not listed within two minutes"
-    names = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return names if done.returncode == 0 and names else (done.stderr.strip().splitlines() or ["no case is listed"])[-1]
+    names = [line.strip() for line in completed.stdout.splitlines() if line.strip()]
+    return names if completed.returncode == 0 and names else (completed.stderr.strip().splitlines() or ["no case is listed"])[-1]
 
 
 @dataclass
-class Place:
-    """Where and by what all of it runs."""
+class Context:
+    """Folders, environment and commands of a call, and its running processes."""
 
     out: Path
     work: Path
-    """logs, reports of pytest, and files that last as long as the call"""
+    """logs, reports of pytest, and temporary files"""
     environ: dict[str, str]
     missing: Mapping[str, str]
     tests: Path
@@ -386,113 +384,114 @@ class Place:
         return self.work / "scratch"
 
     def stop(self) -> None:
-        """End all processes, and begin no other."""
+        """Kill all processes, and start no other."""
         self.stopped = True
         for process in tuple(self.running):
             _kill(process)
 
 
-# ---- doing it
+# ---- running
 
 
-def act(job: Job, place: Place, seconds: float) -> Row:
-    """Run the process for so many seconds at most -> what became of it. Its whole process group ends with it."""
-    log, xml = place.work / "logs" / f"{job.file}.txt", place.work / "junit" / f"{Path(job.name).stem}.xml"
+def run_job(job: Job, context: Context, limit: float) -> Row:
+    """Run the process for at most ``limit`` seconds, kill its process group, and return its result."""
+    log, xml = context.work / "logs" / f"{job.file}.txt", context.work / "junit" / f"{Path(job.name).stem}.xml"
     xml.unlink(missing_ok=True)
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+b") as said, tempfile.TemporaryFile("w+b") as errors:
-        about: Any = {"stdin": subprocess.DEVNULL, "env": place.environ, "cwd": ROOT, "process_group": 0}
-        process = subprocess.Popen(job.command, stdout=said, stderr=errors, **about)
-        place.running.add(process)
-        late = False
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+b") as stdout, tempfile.TemporaryFile("w+b") as stderr:
+        options: Any = {"stdin": subprocess.DEVNULL, "env": context.environ, "cwd": ROOT, "process_group": 0}
+        process = subprocess.Popen(job.command, stdout=stdout, stderr=stderr, **options)
+        context.running.add(process)
+        timed_out = False
         try:
-            process.wait(seconds)
+            process.wait(limit)
         except subprocess.TimeoutExpired:
-            late = True
+            timed_out = True
             with suppress(subprocess.TimeoutExpired):
-                process.send_signal(signal.SIGABRT)  # on which Python writes the stacks of its threads
+                process.send_signal(signal.SIGABRT)  # Python then writes the stacks of its threads
                 process.wait(3)
         finally:
             _kill(process)
             process.wait()
-            place.running.discard(process)
-        spent = time.monotonic() - began
-        lines, texts = _end(said), _end(errors)
-    log.write_text(lines + (f"\n---- stderr\n{texts}" if texts.strip() else ""))
-    found: Row = {"part": job.part, "seconds": round(spent, 1), "code": process.returncode, "log": str(log.relative_to(place.work))}
-    if late:
-        found |= {"state": "failed", "late": True, "why": f"did not end within {seconds:.0f} s, and was killed"}
+            context.running.discard(process)
+        elapsed = time.monotonic() - started
+        output, errors = _read_tail(stdout), _read_tail(stderr)
+    log.write_text(output + (f"\n---- stderr\n{errors}" if errors.strip() else ""))
+    result: Row = {"part": job.part, "seconds": round(elapsed, 1), "code": process.returncode}
+    result["log"] = str(log.relative_to(context.work))
+    if timed_out:
+        result |= {"state": "failed", "late": True, "why": f"did not end within {limit:.0f} s, and was killed"}
     if job.part == "tests":
-        return found | _of_tests(xml, found)
-    return found | (_of_counters(lines, texts, found) if job.part == "ncu" else _of_bench(lines, texts, found))
+        return result | _parse_tests(xml, result)
+    return result | (_parse_counters(output, errors, result) if job.part == "ncu" else _parse_benchmark(output, errors, result))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process, and all that it may have left behind."""
+    """Kill the process group of a process."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _end(file: Any) -> str:
+def _read_tail(file: Any) -> str:
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _LOG))
-    return ("[...]\n" if size > _LOG else "") + file.read().decode(errors="replace")
+    file.seek(max(0, size - _MAX_LOG))
+    return ("[...]\n" if size > _MAX_LOG else "") + file.read().decode(errors="replace")
 
 
-def _of_tests(xml: Path, found: Row) -> Row:
-    """State, counts, first lines of the failures and reasons of what was skipped, by pytest's own report."""
+def _parse_tests(xml: Path, result: Row) -> Row:
+    """Return state, counts, failures and skip reasons by the XML report of pytest."""
     counts, failures, skips = Counter[str](), [], Counter[str]()
-    with suppress(OSError, ElementTree.ParseError):  # a process that was killed leaves none
+    with suppress(OSError, ElementTree.ParseError):  # a killed process writes none
         for case in ElementTree.parse(xml).iter("testcase"):
-            bad, skip = [child for kind in ("failure", "error") for child in case.iter(kind)], case.find("skipped")
-            counts["failed" if bad else "passed" if skip is None else "skipped"] += 1
-            if bad:
-                text, message = bad[0].text or "", bad[0].get("message") or ""
+            failures_, skip = [child for kind in ("failure", "error") for child in case.iter(kind)], case.find("skipped")
+            counts["failed" if failures_ else "passed" if skip is None else "skipped"] += 1
+            if failures_:
+                text, message = failures_[0].text or "", failures_[0].get("message") or ""
                 lines = [line for line in (text or message).splitlines() if line.startswith(("E ", ">"))]
-                failures.append({"name": case.get("name"), "text": ("\n".join(lines) or message)[:_TEXT]})
+                failures.append({"name": case.get("name"), "text": ("\n".join(lines) or message)[:_MAX_TEXT]})
             if skip is not None:
                 skips[(skip.get("message") or "")[:300]] += 1
-    more = {"tests": dict(counts), "failures": failures, "skips": dict(skips)}
-    if "state" in found:
-        return more
-    if found["code"] not in (0, 5) or counts["failed"]:
-        why = f"{counts['failed']} failed" if counts["failed"] else f"pytest ended with code {found['code']}"
-        return more | {"state": "failed", "why": why}
-    return more | ({"state": "passed"} if counts["passed"] else {"state": "skipped", "why": "; ".join(skips) or "it has no test"})
+    details = {"tests": dict(counts), "failures": failures, "skips": dict(skips)}
+    if "state" in result:
+        return details
+    if result["code"] not in (0, 5) or counts["failed"]:
+        reason = f"{counts['failed']} failed" if counts["failed"] else f"pytest ended with code {result['code']}"
+        return details | {"state": "failed", "why": reason}
+    return details | ({"state": "passed"} if counts["passed"] else {"state": "skipped", "why": "; ".join(skips) or "no test"})
 
 
-def _of_bench(lines: str, errors: str, found: Row) -> Row:
-    """State, and what the last line of JSON says: a bench prints all that it knows after every row."""
-    rows = {"found": told} if (told := _last_object(lines)) else {}
-    if "state" in found:
-        return rows
-    last = _last_line(lines, errors)
-    if found["code"]:
-        return {"state": "failed", "why": last, **rows}
-    if not rows or not lines.rstrip().endswith("}"):
-        return {"state": "failed", "why": f"the last line is no JSON: {last}", **rows}
-    return {"state": "passed", **rows}
+def _parse_benchmark(output: str, errors: str, result: Row) -> Row:
+    """Return the state and the last JSON object of the output: a benchmark prints all its results after every row."""
+    details = {"found": value} if (value := _last_object(output)) else {}
+    if "state" in result:
+        return details
+    last_line = _last_line(output, errors)
+    if result["code"]:
+        return {"state": "failed", "why": last_line, **details}
+    if not details or not output.rstrip().endswith("}"):
+        return {"state": "failed", "why": f"the last line is no JSON: {last_line}", **details}
+    return {"state": "passed", **details}
 
 
-def _last_object(lines: str) -> Row | None:
-    for line in reversed(lines.splitlines()):
+def _last_object(output: str) -> Row | None:
+    for line in reversed(output.splitlines()):
         with suppress(ValueError):
-            if isinstance(told := json.loads(line), dict):
-                return told
+            if isinstance(value := json.loads(line), dict):
+                return value
     return None
 
 
-def _last_line(lines: str, errors: str) -> str:
-    return (errors.strip().splitlines() or lines.strip().splitlines() or ["it said nothing"])[-1][:_TEXT]
+def _last_line(output: str, errors: str) -> str:
+    return (errors.strip().splitlines() or output.strip().splitlines() or ["no output"])[-1][:_MAX_TEXT]
 
 
 _METRICS = ("Duration", "Compute (SM) Throughput", "DRAM Throughput", "L2 Cache Throughput", "Achieved Occupancy",
             "Registers Per Thread")  # fmt: skip
 
 
-def _of_counters(lines: str, errors: str, found: Row) -> Row:
-    """A row for each kernel that Nsight Compute has measured: means over its launches."""
-    table = [line for line in lines.splitlines() if line.startswith('"')]
+def _parse_counters(output: str, errors: str, result: Row) -> Row:
+    """Return the mean metrics of Nsight Compute over the launches of each kernel."""
+    table = [line for line in output.splitlines() if line.startswith('"')]
     values: dict[str, dict[str, list[float]]] = {}
     for row in csv.DictReader(table):
         if row.get("Metric Name") in _METRICS:
@@ -500,274 +499,274 @@ def _of_counters(lines: str, errors: str, found: Row) -> Row:
             with suppress(ValueError):
                 value = float(row["Metric Value"].replace(",", ""))
                 values.setdefault(row["Kernel Name"][:120], {}).setdefault(label, []).append(value)
-    rows = [{"kernel": kernel, **{label: round(sum(each) / len(each), 3) for label, each in every.items()}}
-            for kernel, every in values.items()]  # fmt: skip
-    told = {"found": {"bench": "ncu", "rows": rows}} if rows else {}
-    if "state" in found:
-        return told
-    refused = [line for line in lines.splitlines() if "==ERROR==" in line]
-    if found["code"] or not rows:
-        return {"state": "failed", "why": refused[0][:_TEXT] if refused else _last_line(lines, errors), **told}
-    return {"state": "passed", **told}
+    rows = [{"kernel": kernel, **{label: round(sum(samples) / len(samples), 3) for label, samples in metrics.items()}}
+            for kernel, metrics in values.items()]  # fmt: skip
+    details = {"found": {"bench": "ncu", "rows": rows}} if rows else {}
+    if "state" in result:
+        return details
+    errors_ = [line for line in output.splitlines() if "==ERROR==" in line]
+    if result["code"] or not rows:
+        return {"state": "failed", "why": errors_[0][:_MAX_TEXT] if errors_ else _last_line(output, errors), **details}
+    return {"state": "passed", **details}
 
 
-# ---- what is told
+# ---- results
 
 
-def save(place: Place, results: Row) -> None:
-    """All that is known so far, in the folder that comes back."""
-    for name, text in (("results.json", json.dumps(results, indent=1)), ("index.md", page(results))):
-        (place.out / f".{name}").write_text(text)
-        os.replace(place.out / f".{name}", place.out / name)
-    if place.pack:
-        _pack(place.out / "logs.tar.gz", place.work, [place.work / "logs", place.work / "junit"])
-        pack_caches(place.out / "caches.tar.gz", place.work.parent)
+def save_results(context: Context, results: Row) -> None:
+    """Write results and report to the output folder, with ``pack`` also archives of logs and caches."""
+    for name, text in (("results.json", json.dumps(results, indent=1)), ("index.md", render_page(results))):
+        (context.out / f".{name}").write_text(text)
+        os.replace(context.out / f".{name}", context.out / name)
+    if context.pack:
+        _write_archive(context.out / "logs.tar.gz", context.work, [context.work / "logs", context.work / "junit"])
+        pack_caches(context.out / "caches.tar.gz", context.work.parent)
 
 
 def pack_caches(archive: Path, folder: Path) -> None:
-    """Entries of the compilers' caches, the newest first, as many as an archive of 12 MB takes; nothing where none is new."""
+    """Archive the newest entries of the compilers' caches, up to 12 MB, if one is newer than the archive."""
     entries = {path.parent for name in ("triton", "inductor") for path in (folder / name).rglob("*") if path.is_file()}
     newest = sorted(entries, key=lambda entry: entry.stat().st_mtime, reverse=True)
     if newest and not (archive.exists() and archive.stat().st_mtime > newest[0].stat().st_mtime):
-        _pack(archive, folder, newest, _CACHES)
+        _write_archive(archive, folder, newest, _MAX_CACHES)
 
 
-def _pack(archive: Path, folder: Path, entries: Sequence[Path], most: float = float("inf")) -> None:
-    """Files below the ``entries`` of a folder, to about so many bytes."""
-    part = archive.with_name(f".{archive.name}")
-    with part.open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz", compresslevel=4) as packed:
+def _write_archive(archive: Path, folder: Path, entries: Sequence[Path], max_bytes: float = float("inf")) -> None:
+    """Archive the files in the ``entries`` of a folder, up to about ``max_bytes``."""
+    temporary = archive.with_name(f".{archive.name}")
+    with temporary.open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz", compresslevel=4) as tar:
         for entry in entries:
-            if raw.tell() > 0.9 * most:
+            if raw.tell() > 0.9 * max_bytes:
                 print(f"{archive.name} is full: it holds the newest entries", flush=True)
                 break
             for path in sorted(entry.glob("*")):
                 if path.is_file():
-                    packed.add(path, str(path.relative_to(folder)))
-    os.replace(part, archive)
+                    tar.add(path, str(path.relative_to(folder)))
+    os.replace(temporary, archive)
 
 
-def page(results: Row) -> str:
-    """All of it as Markdown."""
+def render_page(results: Row) -> str:
+    """Return the results as Markdown."""
     machine, entries = results["machine"], results["jobs"]
     gpus = machine.get("gpus") or []
-    lines = [f"# {gpus[0]['name'] if gpus else 'No GPU'}: {_sums(entries)}", "",
+    lines = [f"# {gpus[0]['name'] if gpus else 'No GPU'}: {_summarize(entries)}", "",
              f"commit {results['commit']}, {results['date']}", "",
-             *_table([{"what": name, "found": value} for name, value in machine.items() if name != "missing"]), ""]  # fmt: skip
+             *_render_table([{"property": key, "value": x} for key, x in machine.items() if key != "missing"]), ""]  # fmt: skip
     if machine["missing"]:
-        told = (f"- **{_WORDS.get(name, name)}**: {why}" for name, why in machine["missing"].items())
-        lines += ["## Missing here", "", *told, ""]
+        items = (f"- **{_LABELS.get(name, name)}**: {why}" for name, why in machine["missing"].items())
+        lines += ["## Missing", "", *items, ""]
     if results.get("left"):
-        lines += ["## Left for another call", "", ", ".join(results["left"]), ""]
+        lines += ["## Remaining for the next call", "", ", ".join(results["left"]), ""]
     for part in PARTS:
-        mine = {name: entry for name, entry in entries.items() if entry["part"] == part}
-        if not mine:
+        part_entries = {name: entry for name, entry in entries.items() if entry["part"] == part}
+        if not part_entries:
             continue
         rows = [{"name": name.removeprefix(f"{part}/"), "state": entry["state"], **entry.get("tests", {}),
                  "seconds": entry.get("seconds", ""), "commit": entry.get("commit", ""), "why": entry.get("why", "")}
-                for name, entry in mine.items()]  # fmt: skip
-        lines += [f"## {part}", "", *_table(rows), ""]
-        for name, entry in mine.items():
+                for name, entry in part_entries.items()]  # fmt: skip
+        lines += [f"## {part}", "", *_render_table(rows), ""]
+        for name, entry in part_entries.items():
             for failure in entry.get("failures", ()):
                 lines += [f"`{name}` **{failure['name']}**", "", "```", *failure["text"].splitlines()[:12], "```", ""]
             if entry["state"] == "failed" and not entry.get("failures"):
                 lines += [f"`{name}`: {entry['why']} ({entry.get('log', 'no log')})", ""]
             if entry.get("skips") and entry["state"] != "skipped":
                 lines += [f"`{name}` skipped: " + "; ".join(f"{count} x {why}" for why, count in entry["skips"].items()), ""]
-        lines += _figures([entry["found"] for entry in mine.values() if "found" in entry])
+        lines += _render_tables([entry["found"] for entry in part_entries.values() if "found" in entry])
     return "\n".join(lines) + "\n"
 
 
-def _sums(entries: Row) -> str:
+def _summarize(entries: Row) -> str:
     counts = Counter(entry["state"] for entry in entries.values())
-    told = [f"{counts[state]} {state}" for state in ("passed", "failed", "cut", "skipped") if counts[state]]
-    return ", ".join(told) or "nothing was run"
+    texts = [f"{counts[state]} {state}" for state in ("passed", "failed", "cut", "skipped") if counts[state]]
+    return ", ".join(texts) or "nothing was run"
 
 
-def _figures(every: Sequence[Row]) -> list[str]:
-    """Tables of benches: rows of one name stand together."""
+def _render_tables(benchmarks: Sequence[Row]) -> list[str]:
+    """Return Markdown tables of benchmarks; rows with the same table name are joined."""
     tables: dict[str, list[Row]] = {}
-    for found in every:
-        for name, rows in found.items():
+    for result in benchmarks:
+        for name, rows in result.items():
             if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
-                tables.setdefault(str(rows[0].get("table", found.get("part", name) if name == "rows" else name)), []).extend(rows)
-    return [line for name, rows in tables.items() for line in (f"### {name}", "", *_table(rows), "")]
+                tables.setdefault(str(rows[0].get("table", result.get("part", name) if name == "rows" else name)), []).extend(rows)
+    return [line for name, rows in tables.items() for line in (f"### {name}", "", *_render_table(rows), "")]
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _render_table(rows: Sequence[Row]) -> list[str]:
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "table"]
-    written = [[str(row.get(key, "")).replace("|", "/").replace("\n", " ") for key in keys] for row in rows]
-    return ["| " + " | ".join(cells) + " |" for cells in ([key.replace("_", " ") for key in keys], ["---"] * len(keys), *written)]
+    body = [[str(row.get(key, "")).replace("|", "/").replace("\n", " ") for key in keys] for row in rows]
+    return ["| " + " | ".join(cells) + " |" for cells in ([key.replace("_", " ") for key in keys], ["---"] * len(keys), *body)]
 
 
-# ---- the command
+# ---- command
 
 
 def main(argv: Sequence[str] | None = None, tests: Path = ROOT / "tests/gpu", hpcai: Sequence[str] = ()) -> int:
-    """``tests`` and ``hpcai``: a folder of test files, and a command, other than the repository's."""
-    began = time.monotonic()
-    words = _words(argv)
-    if words.collect:
+    """Run the command. Tests replace the folder ``tests`` of test files and the command ``hpcai``."""
+    start_time = time.monotonic()
+    args = _parse_args(argv)
+    if args.collect:
         try:
-            chosen = collect(words.collect)
+            wheels = collect_wheels(args.collect)
         except subprocess.CalledProcessError as problem:
             raise SystemExit(f"pip cannot collect the wheels: {_last_line('', problem.stderr)}") from problem
-        size = sum(path.stat().st_size for path in words.collect.glob("*.whl"))
-        print(f"{len(chosen)} wheels, {size / 1e6:.0f} MB in {words.collect}: {', '.join(chosen)}")
-        if size > _WHEELS:
-            raise SystemExit(f"they are more than the {_WHEELS / 1e6:.0f} MB that may travel to another machine")
+        size = sum(path.stat().st_size for path in args.collect.glob("*.whl"))
+        print(f"{len(wheels)} wheels, {size / 1e6:.0f} MB in {args.collect}: {', '.join(wheels)}")
+        if size > _MAX_WHEELS:
+            raise SystemExit(f"the wheels exceed the limit of {_MAX_WHEELS / 1e6:.0f} MB")
         return 0
-    place, results = _prepared(words, tests, hpcai)
-    for name, why in place.missing.items():
-        print(f"missing: {_WORDS.get(name, name)}: {why}", flush=True)
+    context, results = _prepare_run(args, tests, hpcai)
+    for name, reason in context.missing.items():
+        print(f"missing: {_LABELS.get(name, name)}: {reason}", flush=True)
     try:
-        timed = _TIMED if words.rung else ()
-        _go(list(jobs(words.part, place, results, timed)), place, results, words, began)
+        timing = _TIMING_ARGS if args.rung else ()
+        _run_jobs(list(list_jobs(args.part, context, results, timing)), context, results, args, start_time)
     finally:
-        shutil.rmtree(place.scratch, ignore_errors=True)
-        save(place, results)
-    entries = [entry for name, entry in results["jobs"].items() if entry["part"] in words.part and _in_rung(name, words)]
-    print(f"{_sums(results['jobs'])}; {place.out / 'index.md'}")
+        shutil.rmtree(context.scratch, ignore_errors=True)
+        save_results(context, results)
+    entries = [entry for name, entry in results["jobs"].items() if entry["part"] in args.part and _is_in_rung(name, args)]
+    print(f"{_summarize(results['jobs'])}; {context.out / 'index.md'}")
     return int(any(entry["state"] in ("failed", "cut") for entry in entries) or bool(results["left"]))
 
 
-def _prepared(words: Any, tests: Path, hpcai: Sequence[str]) -> tuple[Place, Row]:
-    """The folders, the environment, and the results of earlier calls; says at once what machine this is."""
+def _prepare_run(args: Any, tests: Path, hpcai: Sequence[str]) -> tuple[Context, Row]:
+    """Print the machine, prepare folders and environment, and load the results of earlier calls."""
     print(f"{platform.node()}: {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}", flush=True)
-    print(said if isinstance(said := driver(), str) else "; ".join(" ".join(gpu.values()) for gpu in said), flush=True)
-    out = words.out.resolve()
-    folder = Path(tempfile.gettempdir(), f"hpcai-gpu-{os.getuid()}") if words.pack else out / "environment"
-    work = folder / "work" if words.pack else out
+    print(driver if isinstance(driver := query_driver(), str) else "; ".join(" ".join(gpu.values()) for gpu in driver), flush=True)
+    out = args.out.resolve()
+    folder = Path(tempfile.gettempdir(), f"hpcai-gpu-{os.getuid()}") if args.pack else out / "environment"
+    work = folder / "work" if args.pack else out
     out.mkdir(parents=True, exist_ok=True)
-    if words.pack:
+    if args.pack:
         shutil.rmtree(work, ignore_errors=True)
     for name in ("logs", "junit", "scratch"):
         (work / name).mkdir(parents=True, exist_ok=True)
-        if words.pack and (out / name).exists():  # of a call without it
+        if args.pack and (out / name).exists():  # written by a call without --pack
             shutil.copytree(out / name, work / name, dirs_exist_ok=True)
             shutil.rmtree(out / name)
-    earlier = next((path for path in (out, words.resume) if path and (path / "results.json").exists()), out)
-    for name, where in (("logs.tar.gz", work), ("caches.tar.gz", folder)):
+    earlier = next((path for path in (out, args.resume) if path and (path / "results.json").exists()), out)
+    for name, target in (("logs.tar.gz", work), ("caches.tar.gz", folder)):
         if (earlier / name).exists():
             with tarfile.open(earlier / name) as archive:
-                archive.extractall(where, filter="data")
-    environ = prepare(folder, words.wheels)
-    machine = look(sys.executable, environ, out)
+                archive.extractall(target, filter="data")
+    environ = prepare_environment(folder, args.wheels)
+    machine = inspect_machine(sys.executable, environ, out)
     hpcai = tuple(hpcai) or (sys.executable, *HPCAI)
-    place = Place(out, work, environ, machine["missing"], tests, hpcai, words.limit, words.pack)
-    return place, _begun(earlier, machine, words.commit)
+    context = Context(out, work, environ, machine["missing"], tests, hpcai, args.limit, args.pack)
+    return context, _load_results(earlier, machine, args.commit)
 
 
-def _words(argv: Sequence[str] | None) -> Any:
-    form = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(prog="tests/gpu/run.py", description=__doc__, formatter_class=form)
+def _parse_args(argv: Sequence[str] | None) -> Any:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="tests/gpu/run.py", description=__doc__, formatter_class=formatter)
     questions = "; ".join(f"{name}: {rung.question}" for name, rung in RUNGS.items())
-    made.add_argument("--rung", nargs="+", choices=RUNGS, help=questions)
-    made.add_argument("--part", nargs="+", choices=PARTS, help="whole parts; all of them without --rung and --part")
-    made.add_argument("--only", nargs="+", metavar="NAME", help="processes with one of these in their name, such as test_step")
-    made.add_argument("--wheels", type=Path, metavar="DIR", help="packages that may be missing here")
-    made.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR")
-    made.add_argument("--resume", type=Path, metavar="DIR", help="the OUT of an earlier call: its results and its caches")
-    made.add_argument("--budget", type=float, metavar="SECONDS",
-                      help=f"end within so many (with rungs {_BUDGET:.0f} each); another call does what is left")  # fmt: skip
-    made.add_argument("--limit", type=float, metavar="SECONDS", help="of one process, in place of its own")
-    made.add_argument("--workers", type=int, metavar="N", help="files of tests in parallel; one for each four cores, four at most")
-    made.add_argument("--again", nargs="?", const="all", choices=("all", "failed"), help="once more what was done, or what failed")
-    made.add_argument("--pack", action="store_true", help="leave four files: results, the page, all logs, caches of compilers")
-    made.add_argument("--collect", type=Path, metavar="DIR", help="download the wheels, and nothing else")
-    made.add_argument("--commit", metavar="NAME", help="what the rows are of, where this copy has no history")
-    words = made.parse_args(argv)
-    if words.rung and words.part:
-        made.error("--rung names its parts; give one of --rung and --part")
-    rungs = [RUNGS[name] for name in words.rung or ()]
-    words.part = words.part or [part for part in PARTS if not rungs or any(part in rung.jobs for rung in rungs)]
+    parser.add_argument("--rung", nargs="+", choices=RUNGS, help=questions)
+    parser.add_argument("--part", nargs="+", choices=PARTS, help="complete parts (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only jobs with one of these in their name, such as test_step")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="wheels of packages that may be missing")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="the OUT of an earlier call, for its results and caches")
+    parser.add_argument("--budget", type=float, metavar="SECONDS",
+                      help=f"total time (default with rungs: {_RUNG_BUDGET:.0f} each); the next call runs the rest")  # fmt: skip
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="time limit of each process, in place of its default")
+    parser.add_argument("--workers", type=int, metavar="N", help="test files in parallel (default: one per four cores, up to 4)")
+    parser.add_argument("--again", nargs="?", const="all", choices=("all", "failed"), help="repeat all jobs, or the failed ones")
+    parser.add_argument("--pack", action="store_true", help="write four files: results, report, logs, caches of compilers")
+    parser.add_argument("--collect", type=Path, metavar="DIR", help="only download the wheels")
+    parser.add_argument("--commit", metavar="NAME", help="commit of the results, if this copy has no history")
+    args = parser.parse_args(argv)
+    if args.rung and args.part:
+        parser.error("--rung names its parts; give one of --rung and --part")
+    rungs = [RUNGS[name] for name in args.rung or ()]
+    args.part = args.part or [part for part in PARTS if not rungs or any(part in rung.jobs for rung in rungs)]
     if rungs:
-        words.budget = words.budget or _BUDGET * len(rungs)
-        words.limit = words.limit or max(rung.limit for rung in rungs)
-    return words
+        args.budget = args.budget or _RUNG_BUDGET * len(rungs)
+        args.limit = args.limit or max(rung.limit for rung in rungs)
+    return args
 
 
-def _in_rung(name: str, words: Any) -> bool:
+def _is_in_rung(name: str, args: Any) -> bool:
     part = name.partition("/")[0]
-    return not words.rung or any(one in name for rung in words.rung for one in RUNGS[rung].jobs.get(part, ()))
+    return not args.rung or any(pattern in name for rung in args.rung for pattern in RUNGS[rung].jobs.get(part, ()))
 
 
-def _begun(earlier: Path, machine: Row, commit: str | None) -> Row:
-    """Results so far. Each says which commit it is of."""
+def _load_results(earlier: Path, machine: Row, commit: str | None) -> Row:
+    """Return the results of earlier calls. Each entry has its commit."""
     if commit is None:
         commit = "unknown"
         with suppress(OSError, subprocess.CalledProcessError):  # no git, or a copy without its history
             command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
             commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    kept: Row = {}
+    jobs: Row = {}
     with suppress(OSError, ValueError):
-        kept = json.loads((earlier / "results.json").read_text())["jobs"]
-    return {"commit": commit, "date": time.strftime("%Y-%m-%d %H:%M"), "machine": machine, "left": [], "jobs": kept}
+        jobs = json.loads((earlier / "results.json").read_text())["jobs"]
+    return {"commit": commit, "date": time.strftime("%Y-%m-%d %H:%M"), "machine": machine, "left": [], "jobs": jobs}
 
 
-def _go(every: Sequence[Job], place: Place, results: Row, words: Any, began: float) -> None:
-    done, started, left = results["jobs"], 0, []
+def _run_jobs(jobs: Sequence[Job], context: Context, results: Row, args: Any, start_time: float) -> None:
+    entries, num_started, remaining = results["jobs"], 0, []
     stamp = {"commit": results["commit"], "date": results["date"]}
 
-    def asked(job: Job) -> bool:
-        """Neither passed nor failed, or failed at another commit, or to be done again."""
-        before = done.get(job.name, {})
-        mended = before.get("state") == "failed" and before.get("commit") != results["commit"]
-        again = words.again == "all" or (words.again == "failed" and before.get("state") == "failed")
-        return before.get("state") not in ("passed", "failed") or mended or again
+    def is_due(job: Job) -> bool:
+        """Return whether a job has no result, failed at another commit, or is to be repeated."""
+        previous = entries.get(job.name, {})
+        changed = previous.get("state") == "failed" and previous.get("commit") != results["commit"]
+        repeat = args.again == "all" or (args.again == "failed" and previous.get("state") == "failed")
+        return previous.get("state") not in ("passed", "failed") or changed or repeat
 
-    chosen = [job for job in every if not words.only or any(name in job.name for name in words.only)]
-    chosen = [job for job in chosen if _in_rung(job.name, words) and asked(job)]
-    if part_names := {job.name for job in every}:
-        for name in [name for name in done if name in PARTS and name not in part_names]:
-            del done[name]  # a part that could not be listed before
-    lock, workers = Lock(), words.workers or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+    selected = [job for job in jobs if not args.only or any(name in job.name for name in args.only)]
+    selected = [job for job in selected if _is_in_rung(job.name, args) and is_due(job)]
+    if part_names := {job.name for job in jobs}:
+        for name in [name for name in entries if name in PARTS and name not in part_names]:
+            del entries[name]  # its cases could not be listed before
+    lock, workers = Lock(), args.workers or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
-    def do(job: Job) -> None:
-        nonlocal started
+    def run_one(job: Job) -> None:
+        nonlocal num_started
         with lock:
-            lacks = [place.missing[need] for need in job.needs if need in place.missing]
-            if lacks:
-                done[job.name] = {"part": job.part, "state": "skipped", "why": lacks[0], **stamp}
-                print(f"{job.name}: skipped: {lacks[0]}", flush=True)
+            missing = [context.missing[need] for need in job.needs if need in context.missing]
+            if missing:
+                entries[job.name] = {"part": job.part, "state": "skipped", "why": missing[0], **stamp}
+                print(f"{job.name}: skipped: {missing[0]}", flush=True)
                 return
             if not job.command:
-                done[job.name] = {"part": job.part, "state": "failed", "why": job.needs[-1].removeprefix("list: "), **stamp}
+                entries[job.name] = {"part": job.part, "state": "failed", "why": job.needs[-1].removeprefix("list: "), **stamp}
                 return
-            rest = words.budget - _SPARE - (time.monotonic() - began) if words.budget else float("inf")
-            before = done.get(job.name, {})
-            need = job.limit if before.get("state") == "cut" else min(job.limit, 1.5 * before.get("seconds", job.usual))
-            if place.stopped or (rest < need and (started or rest <= 0)):
-                left.append(job.name)
+            available = args.budget - _RESERVE - (time.monotonic() - start_time) if args.budget else float("inf")
+            previous = entries.get(job.name, {})
+            needed = job.limit if previous.get("state") == "cut" else min(job.limit, 1.5 * previous.get("seconds", job.typical))
+            if context.stopped or (available < needed and (num_started or available <= 0)):
+                remaining.append(job.name)
                 return
-            started += 1
+            num_started += 1
             print(f"{job.name} ...", flush=True)
-        found = act(job, place, min(job.limit, rest))
+        result = run_job(job, context, min(job.limit, available))
         with lock:
-            if place.stopped:
+            if context.stopped:
                 return
-            if found.pop("late", False) and rest < job.limit and before.get("state") != "cut":
-                found |= {"state": "cut", "why": f"the budget ended after {found['seconds']} s of it; the next call begins with it"}
-                left.append(job.name)
-            done[job.name] = found | stamp
-            why = f": {found['why']}" if found.get("why") else ""
-            print(f"{job.name}: {found['state']} in {found['seconds']} s{why}", flush=True)
-            results["left"] = left
-            save(place, results)
+            if result.pop("late", False) and available < job.limit and previous.get("state") != "cut":
+                result |= {"state": "cut", "why": f"the budget ended after {result['seconds']} s; the next call begins with it"}
+                remaining.append(job.name)
+            entries[job.name] = result | stamp
+            reason = f": {result['why']}" if result.get("why") else ""
+            print(f"{job.name}: {result['state']} in {result['seconds']} s{reason}", flush=True)
+            results["left"] = remaining
+            save_results(context, results)
 
     def in_parallel(job: Job) -> bool:
         return job.part == "tests" and Path(job.name).name not in EXCLUSIVE
 
-    chosen = sorted(chosen, key=lambda job: (done.get(job.name, {}).get("state") != "cut", not in_parallel(job)))
-    for parallel, some in itertools.groupby(chosen, in_parallel):
+    selected = sorted(selected, key=lambda job: (entries.get(job.name, {}).get("state") != "cut", not in_parallel(job)))
+    for parallel, group in itertools.groupby(selected, in_parallel):
         with ThreadPoolExecutor(workers if parallel else 1) as pool:
             try:
-                list(pool.map(do, some))
+                list(pool.map(run_one, group))
             except BaseException:
-                place.stop()
+                context.stop()
                 raise
-    results["left"] = left
-    if left:
-        print(f"left for another call: {', '.join(left)}", flush=True)
+    results["left"] = remaining
+    if remaining:
+        print(f"remaining for the next call: {', '.join(remaining)}", flush=True)
 
 
 def _stop(*_: object) -> None:
@@ -775,6 +774,6 @@ def _stop(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a stopped process leaves gigabytes
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # a core dump has gigabytes
     signal.signal(signal.SIGTERM, _stop)
     sys.exit(main())

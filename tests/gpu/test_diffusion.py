@@ -1,4 +1,4 @@
-"""One GPU: steps of diffusion models captured and not, with counter-based noise, in channels-last memory; and samples."""
+"""Diffusion models on a GPU: captured steps with counter-based noise in channels-last memory; steps and samples equal the CPU's."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from hpcai.models import diffusion
 from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
-from tests.gpu.machine import DEVICE, GRAPH, precisely
+from tests.gpu.device import DEVICE, GRAPH, disable_tf32
 
 UNET: dict[str, Any] = {
     "inputs": 2, "outputs": 2, "field": 2, "tokens": None, "channels": (16, 32), "blocks": 1, "attention": ("none", "self"),
@@ -32,16 +32,16 @@ NETWORKS: dict[str, dict[str, Any]] = {
 FLOW = {"objective": {"prediction_type": "flow", "times": "logit_normal"}, "sampler": {"method": "heun", "steps": 3}}
 
 
-def model(network: str) -> Diffusion:
+def build_model(network: str) -> Diffusion:
     torch.manual_seed(0)
     return Diffusion(DiffusionConfig.model_validate({**NETWORKS[network], **FLOW}), seed=5)
 
 
-def batch(network: str, number: int) -> Batch:
+def make_batch(network: str, number: int) -> Batch:
     draw = torch.Generator().manual_seed(number)
     sides = (16,) * (3 if network == "volumes" else 2)
     sample = torch.randn(4, 4 if network == "latents" else 2, *sides, generator=draw)
-    counted = torch.arange(4) + 4 * number
+    indices = torch.arange(4) + 4 * number
     parts: dict[str, Any] = {
         "maps": {"field": torch.randn(4, 2, 4, 4, generator=draw)},
         "volumes": {"field": torch.randn(4, 2, 4, 4, 4, generator=draw)},
@@ -49,42 +49,43 @@ def batch(network: str, number: int) -> Batch:
         "latents": {"tokens": torch.randn(4, 5, 16, generator=draw).half()},
         "flux": {"tokens": torch.randn(4, 5, 16, generator=draw), "pooled": torch.randn(4, 16, generator=draw)},
     }[network]
-    whole = Batch(sample, counted, torch.full((4,), number), **parts)
-    return Batch(*(None if x is None else x.to(DEVICE) for x in whole))
+    full = Batch(sample, indices, torch.full((4,), number), **parts)
+    return Batch(*(None if x is None else x.to(DEVICE) for x in full))
 
 
-def new_step(network: str, **words: Any) -> Step:
-    return Step(model(network), diffusion.loss, StepConfig(lr=1e-3, clip=1.0, **words), dist.single_process(DEVICE), graph=GRAPH)
+def new_step(network: str, **overrides: Any) -> Step:
+    cfg = StepConfig(lr=1e-3, clip=1.0, **overrides)
+    return Step(build_model(network), diffusion.loss, cfg, dist.single_process(DEVICE), graph=GRAPH)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_captured_is_eager(network: str, precision: str) -> None:
-    precisely()
-    steps = [new_step(network, precision=precision, capture=how, ema_decay=0.9) for how in ("none", "whole")]
+    disable_tf32()
+    steps = [new_step(network, precision=precision, capture=mode, ema_decay=0.9) for mode in ("none", "whole")]
     for number in range(5):
-        one, other = (float(step(batch(network, number))["loss"]) for step in steps)
-        assert other == pytest.approx(one, rel=1e-4 if precision == "fp32" else 2e-2)
+        expected, actual = (float(step(make_batch(network, number))["loss"]) for step in steps)
+        assert actual == pytest.approx(expected, rel=1e-4 if precision == "fp32" else 2e-2)
     assert steps[1]._capture is not None and steps[1]._capture.recorded() == 1
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_step_is_that_of_a_cpu(network: str) -> None:
-    precisely()
+    disable_tf32()
     step = new_step(network)
-    alone = Step(model(network), diffusion.loss, StepConfig(lr=1e-3, clip=1.0), dist.single_process(torch.device("cpu")))
+    cpu_step = Step(build_model(network), diffusion.loss, StepConfig(lr=1e-3, clip=1.0), dist.single_process(torch.device("cpu")))
     for number in range(3):
-        own = batch(network, number)
-        there = Batch(*(None if x is None else x.cpu() for x in own))
-        assert float(step(own)["loss"]) == pytest.approx(float(alone(there)["loss"]), rel=1e-3)
+        batch = make_batch(network, number)
+        cpu_batch = Batch(*(None if x is None else x.cpu() for x in batch))
+        assert float(step(batch)["loss"]) == pytest.approx(float(cpu_step(cpu_batch)["loss"]), rel=1e-3)
 
 
 @pytest.mark.parametrize("network", ["maps", "volumes"])
 def test_members_are_those_of_a_cpu(network: str) -> None:
-    precisely()
-    own, there = model(network).to(DEVICE), model(network)
-    field = batch(network, 1).field
+    disable_tf32()
+    model, cpu_model = build_model(network).to(DEVICE), build_model(network)
+    field = make_batch(network, 1).field
     assert field is not None
-    size = tuple(batch(network, 1).sample.shape[1:])
-    found = own.sample(Condition(field=field), 2, size=size).cpu()
-    torch.testing.assert_close(found, there.sample(Condition(field=field.cpu()), 2, size=size), rtol=0, atol=2e-3)
+    size = tuple(make_batch(network, 1).sample.shape[1:])
+    members = model.sample(Condition(field=field), 2, size=size).cpu()
+    torch.testing.assert_close(members, cpu_model.sample(Condition(field=field.cpu()), 2, size=size), rtol=0, atol=2e-3)

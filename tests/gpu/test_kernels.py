@@ -1,4 +1,4 @@
-"""One GPU: every kernel is its plain-torch twin, and the twin itself runs there where kernels cannot be made."""
+"""Kernels on a GPU equal their references in plain PyTorch, which also run there without a compiler."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,7 +13,7 @@ from hpcai.kernels import attention, batchnorm, fused_optimizer, philox, triton_
 from hpcai.models.diffusion import noise
 from hpcai.nn import BatchNorm
 from hpcai.nn.deferred_init import materialize
-from tests.gpu.machine import DEVICE, GPU, ON_GPU, cuda_alone, precisely
+from tests.gpu.device import DEVICE, GPU, ON_GPU, cuda_only, disable_tf32
 from tests.unit.nn.test_deferred_init import build, build_and_materialize, values
 
 MISSING = triton_support.MISSING
@@ -24,35 +24,35 @@ SHAPES = [(2, 728, 48, 72), (1, 48, 192, 288), (2, 91, 12, 18), (3, 6, 7, 5), (2
 # ---- attention
 
 
-@pytest.mark.parametrize(("dtype", "small"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize(("entries", "channels"), [(256, 32), (200, 8), (384, 16), (24, 64)])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("length", "channels"), [(256, 32), (200, 8), (384, 16), (24, 64)])
 @pytest.mark.parametrize("biased", [True, False])
-def test_the_kernels_of_attention_are_its_twin(dtype: torch.dtype, small: float, entries: int, channels: int, biased: bool) -> None:
-    """Relative to the norm of each result and gradient; twice, with the same bits."""
-    precisely()
+def test_the_kernels_of_attention_are_its_twin(dtype: torch.dtype, rtol: float, length: int, channels: int, biased: bool) -> None:
+    """Results and gradients agree relative to their norms, and are bitwise equal in a second call."""
+    disable_tf32()
     draw = torch.Generator(GPU).manual_seed(0)
-    shapes = (2, entries, 12, 4, 4, channels), (4 * channels,), (2, 4, entries, entries), (2, 12, entries, 4 * channels)
+    shapes = (2, length, 12, 4, 4, channels), (4 * channels,), (2, 4, length, length), (2, 12, length, 4 * channels)
     qkvg, gate_bias, bias, weight = (torch.randn(shape, device=GPU, generator=draw).to(dtype) for shape in shapes)
-    mask = (torch.rand(2, 12, entries, device=GPU, generator=draw) > 0.3).float()
+    mask = (torch.rand(2, 12, length, device=GPU, generator=draw) > 0.3).float()
     mask[0, 0] = 0
 
-    def learnt(function: Any, dtype: torch.dtype) -> list[Tensor]:
-        given = qkvg.transpose(1, 2), gate_bias, *([bias.transpose(2, 3)] if biased else [])
-        leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+    def run(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        inputs = qkvg.transpose(1, 2), gate_bias, *([bias.transpose(2, 3)] if biased else [])
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
         out = function(*leaves[:2], mask, *leaves[2:])
         return [out, *torch.autograd.grad(out, leaves, weight.to(dtype))]
 
     assert attention._fused(qkvg) is ON_GPU
-    found, again = learnt(attention.gated_attention, dtype), learnt(attention.gated_attention, dtype)
-    for ours, other, theirs in zip(found, again, learnt(attention.reference, torch.float32), strict=True):
-        assert ours.dtype == dtype and torch.equal(ours, other)
-        assert float((ours.float() - theirs).detach().norm()) <= small * float(theirs.detach().norm())
+    actual, repeated = run(attention.gated_attention, dtype), run(attention.gated_attention, dtype)
+    for result, other, expected in zip(actual, repeated, run(attention.reference, torch.float32), strict=True):
+        assert result.dtype == dtype and torch.equal(result, other)
+        assert float((result.float() - expected).detach().norm()) <= rtol * float(expected.detach().norm())
 
 
 # ---- layer norm, gates
 
 
-@cuda_alone  # elsewhere Triton's interpreter has run these cases
+@cuda_only  # elsewhere Triton's interpreter has run these cases
 @pytest.mark.parametrize("of", ["norms", "gates"])
 def test_the_kernels_of_layer_norms_and_gates_are_their_formulas(of: str) -> None:
     from tests.slow import formulas
@@ -71,13 +71,13 @@ def test_the_kernels_of_layer_norms_and_gates_are_their_formulas(of: str) -> Non
 # ---- batch norm
 
 
-def passed(norm: nn.Module, x: torch.Tensor, plus: torch.Tensor | None, dy: torch.Tensor) -> list[torch.Tensor]:
+def run_layer(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor | None, dy: torch.Tensor) -> list[torch.Tensor]:
     x = x.detach().clone().requires_grad_()
-    plus = None if plus is None else plus.detach().clone().requires_grad_()
-    y = norm(x, plus)
+    residual = None if residual is None else residual.detach().clone().requires_grad_()
+    y = norm(x, residual)
     y.backward(dy)
-    found = [y, x.grad, *([] if plus is None else [plus.grad]), *(p.grad for p in norm.parameters()), *norm.buffers()]
-    return [t.detach().double().cpu() for t in found if t is not None]
+    tensors = [y, x.grad, *([] if residual is None else [residual.grad]), *(p.grad for p in norm.parameters()), *norm.buffers()]
+    return [t.detach().double().cpu() for t in tensors if t is not None]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -85,22 +85,22 @@ def passed(norm: nn.Module, x: torch.Tensor, plus: torch.Tensor | None, dy: torc
 @pytest.mark.parametrize("with_plus", [False, True])
 def test_batch_norm_in_triton_is_that_of_float64(shape: tuple[int, ...], dtype: torch.dtype, with_plus: bool) -> None:
     torch.manual_seed(0)
-    form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-    x, plus, dy = (torch.randn(shape).to(dtype).to(DEVICE).contiguous(memory_format=form) for _ in range(3))
+    memory_format = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    x, residual, dy = (torch.randn(shape).to(dtype).to(DEVICE).contiguous(memory_format=memory_format) for _ in range(3))
     norm = BatchNorm(shape[1], relu=True)
     nn.init.normal_(norm.weight)
-    wide = BatchNorm(shape[1], relu=True).double()
-    wide.load_state_dict(norm.state_dict())
+    norm64 = BatchNorm(shape[1], relu=True).double()
+    norm64.load_state_dict(norm.state_dict())
     assert ("triton" in str(batchnorm._passes(x))) is ON_GPU
-    small = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    bent = deepcopy(wide)
-    bent.relu = False
-    before = bent((3 + x).double().cpu(), plus.double().cpu() if with_plus else None)
-    dy.masked_fill_((before.abs() < 3 * small).to(DEVICE), 0)  # rounding may set these to either side of the rectifier
-    found = passed(norm.to(DEVICE), 3 + x, plus if with_plus else None, dy)
-    expected = passed(wide, (3 + x).double().cpu(), plus.double().cpu() if with_plus else None, dy.double().cpu())
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=small, atol=small * max(1.0, float(b.abs().max())))
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    linear = deepcopy(norm64)
+    linear.relu = False
+    preactivation = linear((3 + x).double().cpu(), residual.double().cpu() if with_plus else None)
+    dy.masked_fill_((preactivation.abs() < 3 * tolerance).to(DEVICE), 0)  # rounding may change their sign before ReLU
+    actual = run_layer(norm.to(DEVICE), 3 + x, residual if with_plus else None, dy)
+    expected = run_layer(norm64, (3 + x).double().cpu(), residual.double().cpu() if with_plus else None, dy.double().cpu())
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.abs().max())))
 
 
 # ---- the update
@@ -116,18 +116,18 @@ def test_the_kernel_is_its_twin(kind: str) -> None:
         rows["gradient"] = rows["gradient"].bfloat16()
     if kind == "bf16 moments":
         rows |= {name: rows[name].bfloat16() for name in ("first", "second")}
-    found = []
+    results = []
     for device in ("cpu", GPU):
-        own = {name: row.clone().to(device) for name, row in rows.items()}
-        low = own["weights"].bfloat16()
-        given = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "found_inf": 0.0, "average_rate": 0.1}
-        scalars = {name: torch.tensor(value, device=device) for name, value in given.items()}
-        fused_optimizer.adam_(own["weights"], own["gradient"], own["first"], own["second"], **scalars, betas=(0.9, 0.99), eps=1e-8,
-                     weight_decay=0.1, bf16_copy=low, average=own["average"], seed=torch.tensor(7, device=device))  # fmt: skip
-        found.append({name: row.cpu().float() for name, row in {**own, "low": low}.items()})
-    for name, row in found[0].items():
-        rough = name == "low" or (kind == "bf16 moments" and name in ("first", "second"))
-        torch.testing.assert_close(found[1][name], row, rtol=8e-3 if rough else 2e-6, atol=1e-6)
+        x = {name: row.clone().to(device) for name, row in rows.items()}
+        bf16_copy = x["weights"].bfloat16()
+        values = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "found_inf": 0.0, "average_rate": 0.1}
+        scalars = {name: torch.tensor(value, device=device) for name, value in values.items()}
+        fused_optimizer.adam_(x["weights"], x["gradient"], x["first"], x["second"], **scalars, betas=(0.9, 0.99), eps=1e-8,
+                     weight_decay=0.1, bf16_copy=bf16_copy, average=x["average"], seed=torch.tensor(7, device=device))  # fmt: skip
+        results.append({name: row.cpu().float() for name, row in {**x, "low": bf16_copy}.items()})
+    for name, row in results[0].items():
+        loose = name == "low" or (kind == "bf16 moments" and name in ("first", "second"))
+        torch.testing.assert_close(results[1][name], row, rtol=8e-3 if loose else 2e-6, atol=1e-6)
 
 
 # ---- random numbers
@@ -138,40 +138,40 @@ def test_the_kernel_is_its_twin(kind: str) -> None:
 def test_numbers_of_the_gpu_are_those_of_the_cpu(key: int, first: int, count: int) -> None:
     assert torch.equal(philox.bits(key, first, count, device=GPU).cpu(), philox.bits(key, first, count))
     assert torch.equal(philox.uniform(key, first, count, device=GPU).cpu(), philox.uniform(key, first, count))
-    found, expected = philox.normal(key, first, count, device=GPU).cpu(), philox.normal(key, first, count)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    actual, expected = philox.normal(key, first, count, device=GPU).cpu(), philox.normal(key, first, count)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     starts = torch.tensor([first, first + 17, 2])
-    found = philox.bits(torch.tensor(key, device=DEVICE), starts.to(DEVICE), 33)
-    assert torch.equal(found.cpu(), philox.bits(key, starts, 33))
+    actual = philox.bits(torch.tensor(key, device=DEVICE), starts.to(DEVICE), 33)
+    assert torch.equal(actual.cpu(), philox.bits(key, starts, 33))
 
 
-@cuda_alone
+@cuda_only
 def test_noise_of_samples_is_that_of_the_cpu_also_by_a_graph_whose_samples_change() -> None:
     size, box = (3, 9, 10, 7), (slice(None), slice(2, 5), slice(4, 9))
     index, epoch = torch.tensor([3, 2**33, 5]), torch.tensor([0, 1, 70])
-    at, when = index.to(DEVICE), epoch.to(DEVICE)
+    gpu_index, gpu_epoch = index.to(DEVICE), epoch.to(DEVICE)
 
-    def drawn(index: Tensor, epoch: Tensor) -> list[Tensor]:
-        whole, part = (noise.normals(7, noise.NOISE, index, epoch, size, box=x) for x in (None, box))
-        return [whole, part, noise.uniforms(7, noise.TIMES, index, epoch)]
+    def draw(index: Tensor, epoch: Tensor) -> list[Tensor]:
+        full, window = (noise.normals(7, noise.NOISE, index, epoch, size, box=x) for x in (None, box))
+        return [full, window, noise.uniforms(7, noise.TIMES, index, epoch)]
 
-    found = drawn(at, when)
+    actual = draw(gpu_index, gpu_epoch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = drawn(at, when)
+        actual = draw(gpu_index, gpu_epoch)
     for _ in range(2):
-        at.copy_(index)
-        when.copy_(epoch)
+        gpu_index.copy_(index)
+        gpu_epoch.copy_(epoch)
         graph.replay()
-        for ours, right in zip(found, drawn(index, epoch)):
-            torch.testing.assert_close(ours.cpu(), right, rtol=1e-5, atol=1e-5)
+        for result, expected in zip(actual, draw(index, epoch)):
+            torch.testing.assert_close(result.cpu(), expected, rtol=1e-5, atol=1e-5)
         index, epoch = index + 1, epoch.flip(0)
 
 
 def test_weights_drawn_on_the_gpu_are_those_of_the_cpu() -> None:
-    whole = values(build_and_materialize())
+    expected = values(build_and_materialize())
     for name, x in materialize(build(), GPU).named_parameters():
-        torch.testing.assert_close(x.detach().cpu(), whole[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(x.detach().cpu(), expected[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
 
 
 # ---- without a compiler
@@ -180,7 +180,7 @@ def test_weights_drawn_on_the_gpu_are_those_of_the_cpu() -> None:
 def normed() -> list[Tensor]:
     torch.manual_seed(0)
     x = (3 + torch.randn(2, 91, 12, 18)).to(DEVICE).contiguous(memory_format=torch.channels_last)
-    return passed(BatchNorm(91).to(DEVICE), x, x.flip(0), x.roll(1, 0))  # rounding would bend a rectifier here and there
+    return run_layer(BatchNorm(91).to(DEVICE), x, x.flip(0), x.roll(1, 0))  # no ReLU, which rounding would switch
 
 
 def attended() -> list[Tensor]:
@@ -194,9 +194,9 @@ def attended() -> list[Tensor]:
 
 @pytest.mark.parametrize("compute", [normed, attended])
 def test_without_a_compiler_the_plain_twins_give_the_same(compute: Callable[[], list[Tensor]], monkeypatch: Any) -> None:
-    precisely()
+    disable_tf32()
     by_kernels = compute()
     monkeypatch.setattr(triton_support, "MISSING", "there is no gcc")
     assert not triton_support.is_supported(torch.empty(1, device=GPU))
-    for found, expected in zip(compute(), by_kernels, strict=True):
-        assert float((found - expected).detach().norm()) <= 4e-5 * float(expected.detach().norm())
+    for actual, expected in zip(compute(), by_kernels, strict=True):
+        assert float((actual - expected).detach().norm()) <= 4e-5 * float(expected.detach().norm())

@@ -1,4 +1,4 @@
-"""NCCL in a process group of one: sums in a captured step, and an end that does not wait for its graphs."""
+"""NCCL in a process group of one rank: all-reduce in a captured step, and a shutdown that does not wait for graphs."""
 
 import json
 import os
@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "programs/one_rank.py"
-SOON = 30.0  # seconds from the last step to the end of the process
+MAX_SHUTDOWN = 30.0  # seconds from the last step to the end of the process
 
 
-@pytest.mark.parametrize(("how", "code"), [("end", 0), ("diverge", 1)])
-def test_a_process_with_captured_sums_ends(how: str, code: int) -> None:
-    process = subprocess.Popen([sys.executable, str(PROGRAM), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("diverge", 1)])
+def test_a_process_with_captured_sums_ends(ending: str, code: int) -> None:
+    process = subprocess.Popen([sys.executable, str(PROGRAM), ending], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[3])})  # fmt: skip
     try:
-        out, errors = process.communicate(timeout=150)
+        output, errors = process.communicate(timeout=150)
     except subprocess.TimeoutExpired:
         process.kill()
-        out, errors = process.communicate()
-        raise AssertionError(f"it does not end: {out}\n{errors}") from None
-    ended = time.time()
-    told = json.loads(out.splitlines()[-1]) if out else pytest.fail(errors)
+        output, errors = process.communicate()
+        raise AssertionError(f"the process does not end: {output}\n{errors}") from None
+    end_time = time.time()
+    report = json.loads(output.splitlines()[-1]) if output else pytest.fail(errors)
     assert process.returncode == code, errors
-    assert ended - told["time"] < SOON
-    assert told["asked"] == 3 * told["buckets"] > 3, "two steps and what is recorded ask for sums, replays do not"
-    assert len(set(told["losses"])) == 5
-    assert ("DivergedError: step 6" in errors) is (how == "diverge")
+    assert end_time - report["time"] < MAX_SHUTDOWN
+    assert report["calls"] == 3 * report["buckets"] > 3, "two eager steps and the capture call all-reduce, replays do not"
+    assert len(set(report["losses"])) == 5
+    assert ("DivergedError: step 6" in errors) is (ending == "diverge")

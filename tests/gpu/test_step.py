@@ -1,4 +1,4 @@
-"""One GPU: captured is eager, evaluation goes on beside the training, and the speed that is claimed."""
+"""Steps on one GPU: captured steps equal eager ones, resume and profile, and have the claimed speed."""
 
 import json
 import statistics
@@ -21,21 +21,21 @@ from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.profile import Profile, span
 from hpcai.train.step import Step
-from tests.gpu.machine import DEVICE, GRAPH, cuda_alone
+from tests.gpu.device import DEVICE, GRAPH, cuda_only
 
 SIZE = 32
 
 
-def batch(seed: int, count: int = 4) -> cosmoflow.Batch:
+def make_batch(seed: int, count: int = 4) -> cosmoflow.Batch:
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, 50, (count, SIZE, SIZE, SIZE, 4), dtype=torch.int16, generator=generator)
     return cosmoflow.Batch(counts.to(DEVICE), (2 * torch.rand(count, 4, generator=generator) - 1).to(DEVICE))
 
 
-def new_step(dropout: float = 0.0, loss: Any = cosmoflow.loss, **words: Any) -> Step:
+def new_step(dropout: float = 0.0, loss: Any = cosmoflow.loss, **overrides: Any) -> Step:
     torch.manual_seed(0)
     model = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=SIZE, filters=8, dropout=dropout))
-    return Step(model, loss, StepConfig(**words), dist.single_process(DEVICE), graph=GRAPH)
+    return Step(model, loss, StepConfig(**overrides), dist.single_process(DEVICE), graph=GRAPH)
 
 
 CASES = [
@@ -48,15 +48,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("how", ["forward", "whole"])
-@pytest.mark.parametrize("words", CASES, ids=str)
-def test_captured_is_eager(how: str, words: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", ["forward", "whole"])
+@pytest.mark.parametrize("overrides", CASES, ids=str)
+def test_captured_is_eager(mode: str, overrides: dict[str, Any]) -> None:
     torch.backends.cudnn.deterministic = True
-    eager, captured = new_step(**words), new_step(capture=how, **words)
+    eager, captured = new_step(**overrides), new_step(capture=mode, **overrides)
     for i in range(9):
-        part, rate = batch(i, 2 if i in (3, 5, 7) else 4), 1e-3 / (i + 1)
-        losses = [step(part, rate)["loss"].item() for step in (eager, captured)]
-        assert losses[1] == pytest.approx(losses[0], rel=1e-2 if "precision" in words else 1e-4)
+        batch, lr = make_batch(i, 2 if i in (3, 5, 7) else 4), 1e-3 / (i + 1)
+        losses = [step(batch, lr)["loss"].item() for step in (eager, captured)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-2 if "precision" in overrides else 1e-4)
     assert eager.optimizer.count == captured.optimizer.count == 9
     assert captured._capture is not None and captured._capture.recorded() == 2
     captured.check()
@@ -64,49 +64,49 @@ def test_captured_is_eager(how: str, words: dict[str, Any]) -> None:
 
 def test_dropout_differs_between_replays_and_recording_leaves_no_trace() -> None:
     step = new_step(dropout=0.5, capture="whole", ema_decay=0.9)
-    part, capture = batch(0), step._capture
+    batch, capture = make_batch(0), step._capture
     for _ in range(WARM):
-        step(part, 0.0)
+        step(batch, 0.0)
     assert capture is not None and capture.recorded() == 0
     before = {name: t.clone() for name, t in step.optimizer.weights().items()}  # type: ignore[union-attr]
     state = rng.state()
-    assert capture._record(capture._slots[batch_signature(part)], part) is not None
+    assert capture._record(capture._slots[batch_signature(batch)], batch) is not None
     assert all(torch.equal(before[name], t) for name, t in step.optimizer.weights().items())  # type: ignore[arg-type]
     assert all(torch.equal(x, state[name]) for name, x in rng.state().items() if "gauss" not in name)
     assert step.optimizer.count == WARM
-    assert len({step(part, 0.0)["loss"].item() for _ in range(5)}) == 5
+    assert len({step(batch, 0.0)["loss"].item() for _ in range(5)}) == 5
 
 
 def test_a_captured_run_resumes(tmp_path: Path) -> None:
     torch.backends.cudnn.deterministic = True
     step = new_step(capture="whole", optimizer="adamw")
     for i in range(WARM + 1):
-        step(batch(i))
+        step(make_batch(i))
     Checkpoints(tmp_path, CheckpointConfig(), step.mesh).save(step, Progress(step=WARM + 1))
-    expected = [step(batch(i))["loss"].item() for i in range(WARM + 2)]
-    again = new_step(capture="whole", optimizer="adamw")
-    Checkpoints(tmp_path, CheckpointConfig(), again.mesh).resume(again)
-    assert [again(batch(i))["loss"].item() for i in range(WARM + 2)] == pytest.approx(expected, rel=1e-5)
+    expected = [step(make_batch(i))["loss"].item() for i in range(WARM + 2)]
+    resumed = new_step(capture="whole", optimizer="adamw")
+    Checkpoints(tmp_path, CheckpointConfig(), resumed.mesh).resume(resumed)
+    assert [resumed(make_batch(i))["loss"].item() for i in range(WARM + 2)] == pytest.approx(expected, rel=1e-5)
 
 
-@cuda_alone
+@cuda_only
 def test_batches_from_the_host_are_copied_into_the_graph() -> None:
     step, eager = new_step(capture="whole"), new_step()
     for i in range(WARM + 3):
-        part = batch(i)
-        pinned = cosmoflow.Batch(part.counts.cpu().pin_memory(), part.target.cpu().pin_memory())
-        assert step(pinned)["loss"].item() == pytest.approx(eager(part)["loss"].item(), rel=1e-4)
+        batch = make_batch(i)
+        pinned = cosmoflow.Batch(batch.counts.cpu().pin_memory(), batch.target.cpu().pin_memory())
+        assert step(pinned)["loss"].item() == pytest.approx(eager(batch)["loss"].item(), rel=1e-4)
 
 
-@cuda_alone
+@cuda_only
 def test_compiled_is_close_to_eager() -> None:
     eager, compiled = new_step(), new_step(compile="whole")
     for i in range(3):
-        assert compiled(batch(i))["loss"].item() == pytest.approx(eager(batch(i))["loss"].item(), rel=1e-3)
+        assert compiled(make_batch(i))["loss"].item() == pytest.approx(eager(make_batch(i))["loss"].item(), rel=1e-3)
     assert compiled.news()[0].startswith("compiled") and list(compiled.model.state_dict()) == list(eager.model.state_dict())
 
 
-@cuda_alone
+@cuda_only
 def test_readings_of_the_gpu_and_a_trace_of_chosen_steps(tmp_path: Path) -> None:
     import gzip
 
@@ -117,7 +117,7 @@ def test_readings_of_the_gpu_and_a_trace_of_chosen_steps(tmp_path: Path) -> None
     with Profile(tmp_path, (2, 3), step.mesh) as profile:
         for i in range(1, 5):
             with span("mine"):
-                step(batch(i))
+                step(make_batch(i))
             profile.after_step(i)
     with gzip.open(tmp_path / "profile/rank-0000.json.gz") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
@@ -128,7 +128,7 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"loss": model(x).float().square().mean()}
 
 
-@cuda_alone
+@cuda_only
 @pytest.mark.timing
 def test_a_captured_step_of_small_operations_is_faster_and_leaves_no_gaps() -> None:
     from hpcai.cli.bench import gpu_clocks
@@ -148,12 +148,12 @@ def test_a_captured_step_of_small_operations_is_faster_and_leaves_no_gaps() -> N
     assert seconds["none"] >= 1.5 * seconds["whole"] and traces["whole"]["gaps_percent"] < 1.0, (seconds, traces)
 
 
-@cuda_alone
+@cuda_only
 @pytest.mark.timing
 def test_the_update_runs_at_the_speed_of_memory() -> None:
     from hpcai.cli.bench import gpu_clocks, gpu_kernels
 
-    words = SimpleNamespace(tiny=False, repeats=7, variants=["ours", "torch"], rates=gpu_clocks.peak_rates(DEVICE))
-    rows = [row for row in gpu_kernels.measure("adam-93-million", words) if "left_out" not in row]
+    options = SimpleNamespace(tiny=False, repeats=7, variants=["ours", "torch"], rates=gpu_clocks.peak_rates(DEVICE))
+    rows = [row for row in gpu_kernels.measure("adam-93-million", options) if "left_out" not in row]
     assert all(row["of_copy"] >= 0.85 for row in rows if row["form"] == "ours"), rows
     assert all(row["over_ours"] >= 1.0 for row in rows), rows

@@ -1,4 +1,4 @@
-"""3D U-Net on a GPU: channels-last is the CPU's network in value and gradient; capture == eager; bf16 within tolerance."""
+"""3D U-Net on a GPU, in channels-last: values and gradients of the CPU, captured equals eager, bf16 within tolerance."""
 
 from copy import deepcopy
 from typing import Any
@@ -10,17 +10,17 @@ from hpcai import dist, train
 from hpcai.models import unet3d
 from hpcai.nn import GroupNorm, InstanceNorm
 from hpcai.settings import StepConfig
-from tests.gpu.machine import DEVICE, GPU, GRAPH, precisely
+from tests.gpu.device import DEVICE, GPU, GRAPH, disable_tf32
 
 SGD = {"optimizer": "sgd", "momentum": 0.9}
 
 
-def model() -> unet3d.UNet3D:
+def build_model() -> unet3d.UNet3D:
     torch.manual_seed(0)
     return unet3d.UNet3D(unet3d.UNet3DConfig(filters=(8, 16, 32), window=(32, 32, 32)))
 
 
-def batch(device: str, seed: int, size: int = 2) -> unet3d.Batch:
+def make_batch(device: str, seed: int, size: int = 2) -> unet3d.Batch:
     image = torch.randn(size, 32, 32, 32, generator=torch.Generator().manual_seed(seed))
     return unet3d.Batch(image.to(device), (image > 0.5).to(torch.uint8).to(device))
 
@@ -35,67 +35,67 @@ def test_norms_of_samples_are_those_of_float64(
     torch.manual_seed(0)
     x, dy = (torch.randn(shape).to(dtype).to(DEVICE).contiguous(memory_format=form) for _ in range(2))
     norm: Any = InstanceNorm(shape[1], activation) if groups is None else GroupNorm(groups, shape[1], activation)
-    wide = deepcopy(norm).double()
+    norm64 = deepcopy(norm).double()
     torch.nn.init.normal_(norm.weight)
-    wide.load_state_dict(norm.state_dict())
+    norm64.load_state_dict(norm.state_dict())
 
-    def passed(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    def run_layer(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
         x = x.detach().clone().requires_grad_()
         y = layer(x)
         return [t.double().cpu() for t in (y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy))]
 
-    found = passed(norm.to(DEVICE), 3 + x, dy)
-    expected = passed(wide, (3 + x).double().cpu().contiguous(), dy.double().cpu().contiguous())
-    small = 2e-5 if dtype == torch.float32 else 2e-2
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=small, atol=small * max(1.0, float(b.abs().max())))
+    actual = run_layer(norm.to(DEVICE), 3 + x, dy)
+    expected = run_layer(norm64, (3 + x).double().cpu().contiguous(), dy.double().cpu().contiguous())
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, float(b.abs().max())))
 
 
-def gradients(device: str, narrow: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
-    net = model().to(device)
-    with torch.autocast(device, torch.bfloat16, enabled=narrow):
-        value = unet3d.loss(net, batch(device, 0))["loss"]
+def loss_and_gradients(device: str, bf16: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    model = build_model().to(device)
+    with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        value = unet3d.loss(model, make_batch(device, 0))["loss"]
     value.backward()
-    return value.item(), {name: p.grad.double().cpu() for name, p in net.named_parameters() if p.grad is not None}
+    return value.item(), {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_forward_and_backward_are_those_of_the_cpu() -> None:
-    precisely()
-    (value, found), (right, expected) = gradients(GPU), gradients("cpu")
-    assert value == pytest.approx(right, rel=1e-5)
+    disable_tf32()
+    (value, actual), (expected_value, expected) = loss_and_gradients(GPU), loss_and_gradients("cpu")
+    assert value == pytest.approx(expected_value, rel=1e-5)
     largest = max(float(g.norm()) for g in expected.values())
     for name, gradient in expected.items():
-        assert float((found[name] - gradient).norm()) < 1e-3 * float(gradient.norm()) + 1e-5 * largest, name
+        assert float((actual[name] - gradient).norm()) < 1e-3 * float(gradient.norm()) + 1e-5 * largest, name
 
 
 def test_bf16_is_close() -> None:
-    (value, found), (right, expected) = gradients(GPU, narrow=True), gradients("cpu")
-    assert value == pytest.approx(right, rel=2e-2)
+    (value, actual), (expected_value, expected) = loss_and_gradients(GPU, bf16=True), loss_and_gradients("cpu")
+    assert value == pytest.approx(expected_value, rel=2e-2)
     largest = max(float(g.norm()) for g in expected.values())
     for name, gradient in expected.items():
-        assert float((found[name] - gradient).norm()) < 0.15 * float(gradient.norm()) + 0.02 * largest, name
+        assert float((actual[name] - gradient).norm()) < 0.15 * float(gradient.norm()) + 0.02 * largest, name
 
 
 def test_every_volume_inside_is_channels_last() -> None:
-    net, seen = model().to(DEVICE), []
-    for layer in net.modules():
+    model, tensors = build_model().to(DEVICE), []
+    for layer in model.modules():
         if isinstance(layer, InstanceNorm):
-            layer.register_forward_hook(lambda _, x, y: seen.extend([x[0], y]))
-    net(torch.randn(1, 1, 32, 32, 32, device=GPU))
-    assert len(seen) >= 20 and all(t.is_contiguous(memory_format=torch.channels_last_3d) for t in seen)
+            layer.register_forward_hook(lambda _, x, y: tensors.extend([x[0], y]))
+    model(torch.randn(1, 1, 32, 32, 32, device=GPU))
+    assert len(tensors) >= 20 and all(t.is_contiguous(memory_format=torch.channels_last_3d) for t in tensors)
 
 
-def new_step(**words: Any) -> train.Step:
-    return train.Step(model(), unet3d.loss, StepConfig(**words, **SGD), dist.single_process(DEVICE), graph=GRAPH)
+def new_step(**overrides: Any) -> train.Step:
+    return train.Step(build_model(), unet3d.loss, StepConfig(**overrides, **SGD), dist.single_process(DEVICE), graph=GRAPH)
 
 
-def losses(step: train.Step) -> list[float]:
-    return [step(batch(GPU, i), 1e-2)["loss"].item() for i in range(6)]
+def train_losses(step: train.Step) -> list[float]:
+    return [step(make_batch(GPU, i), 1e-2)["loss"].item() for i in range(6)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_captured_is_eager(precision: str) -> None:
-    eager, captured = (new_step(precision=precision, capture=how) for how in ("none", "whole"))
-    assert losses(captured) == pytest.approx(losses(eager), rel=1e-3 if precision == "fp32" else 2e-2)
+    eager, captured = (new_step(precision=precision, capture=mode) for mode in ("none", "whole"))
+    assert train_losses(captured) == pytest.approx(train_losses(eager), rel=1e-3 if precision == "fp32" else 2e-2)
     for name, tensor in eager.model.state_dict().items():
         torch.testing.assert_close(captured.model.state_dict()[name].float(), tensor.float(), rtol=5e-2, atol=5e-3, msg=name)

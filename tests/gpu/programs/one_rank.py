@@ -1,6 +1,6 @@
-"""Captured steps whose gradients are added by real messages of a process group of one, then an orderly end or an error.
+"""Captured steps that all-reduce gradients in a process group of one rank, then a normal end or an error.
 
-one_rank.py end|diverge: prints how often sums were asked for, then the time, and ends.
+one_rank.py end|diverge: prints the number of all-reduce calls and the time as JSON, and ends.
 """
 
 import json
@@ -18,21 +18,21 @@ from hpcai.dist.watchdog import Watchdog
 from hpcai.errors import DivergedError
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
-from tests.gpu.machine import DEVICE, GRAPH, ON_GPU, wait
+from tests.gpu.device import DEVICE, GRAPH, ON_GPU, synchronize
 
-asked = 0
+num_calls = 0
 all_reduce = torch_dist.all_reduce
 
 
-def counted(*words: Any, **more: Any) -> Any:
-    global asked
-    asked += 1
-    return all_reduce(*words, **more)
+def counting_all_reduce(*args: Any, **kwargs: Any) -> Any:
+    global num_calls
+    num_calls += 1
+    return all_reduce(*args, **kwargs)
 
 
-torch_dist.all_reduce = counted
+torch_dist.all_reduce = counting_all_reduce
 store = torch_dist.HashStore()
-with Watchdog(0, 1, "127.0.0.1", store, os._exit):  # as hpcai.dist.start has, which makes no group of one
+with Watchdog(0, 1, "127.0.0.1", store, os._exit):  # as in hpcai.dist.start, which creates no group of one rank
     backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
     torch_dist.init_process_group(backend, store=torch_dist.PrefixStore("group", store), rank=0, world_size=1)
     mesh = Mesh({}, 1, 0, DEVICE)
@@ -43,10 +43,10 @@ with Watchdog(0, 1, "127.0.0.1", store, os._exit):  # as hpcai.dist.start has, w
     buckets = step.reducer.buckets
     for bucket in buckets:
         bucket.axes = (Axis("replicate", 1, 0, Dimension([0])),)
-    given = torch.ones(16, 64, device=DEVICE)
-    losses = [step(given, 1e-2)["loss"] for _ in range(5)]
-    wait()
-    told = {"asked": asked, "buckets": len(buckets), "losses": [x.item() for x in losses], "time": time.time()}
-    print(json.dumps(told), flush=True)
+    inputs = torch.ones(16, 64, device=DEVICE)
+    losses = [step(inputs, 1e-2)["loss"] for _ in range(5)]
+    synchronize()
+    report = {"calls": num_calls, "buckets": len(buckets), "losses": [x.item() for x in losses], "time": time.time()}
+    print(json.dumps(report), flush=True)
     if sys.argv[1] == "diverge":
         raise DivergedError("step 6: the loss is not finite", 6)
