@@ -206,7 +206,7 @@ STILL = [f"model.{part}.dropout=0" for part in ("rows", "pairs", "extra.msa", "e
 
 def planted(folder: Path) -> None:
     """Weather whose classes are bands, seen in one field each: one class everywhere would be an IoU of a seventh."""
-    small_apps.DEEPCAM.make(folder)
+    small_apps.DEEPCAM.make_data(folder)
     about = json.loads((folder / "statistics.json").read_text())
     most = np.array(about["splits"]["train"]["fields"]["maximum"], np.float32)
     for number, path in enumerate(sorted(folder.glob("*/*.h5"))):
@@ -255,13 +255,13 @@ SHORT = {
         last_scores, {"iou": (">", 0.5)},
     ),
     "unet3d": (
-        small_apps.prepared("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"),
+        small_apps.simulator("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"),
         ["model.filters=[6,8,12]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "step.lr=1e-2", "train.epochs=7",
          "train.evaluate_every=7", "step.ema_decay=0.9", "train.seed=5"],  # most seeds begin to learn later
         last_scores, {"dice_kidney": (">", 0.12)},
     ),
     "opencatalyst": (
-        small_apps.prepared("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
+        small_apps.simulator("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
         ["model.hidden=16", "model.output=16", "model.interaction=8", "model.basis=4", "model.blocks=1", "model.cutoff=4.0",
          "data.batch=4", "step.lr=5e-3", "step.ema_decay=0.9", "train.seed=2"],
         last_scores, {"force_cosine": (">", 0.1)},
@@ -273,7 +273,7 @@ SHORT = {
         last_scores, {"masked_msa": ("<", 2.6), "distogram": ("<", 3.6), "lddt": (">", 0.1)},
     ),
     "diffusion": (
-        small_apps.prepared("fields", "--kind matter --samples 240 --size 16 --slabs 1 --thickness 4 --voxel 2 --validation 0.1"
+        small_apps.simulator("fields", "--kind matter --samples 240 --size 16 --slabs 1 --thickness 4 --voxel 2 --validation 0.1"
                           " --particles-per-cell 2"),
         ["model.unet.channels=[16,24]", "data.batch=16", "data.drawn=12", "data.members=8", "model.sampler.steps=6",
          "train.epochs=null", "train.steps=120", "step.lr=5e-3", "step.ema_decay=0.97"],
@@ -292,7 +292,7 @@ SHORT = {
 def test_an_app_learns(name: str, tmp_path: Path) -> None:
     make, words, scores, bounds = SHORT[name]
     make(tmp_path / "data")
-    app = replace(getattr(small_apps, name.upper()), quick=["train.report_every=1", "step.precision=fp32"])
+    app = replace(getattr(small_apps, name.upper()), quick_settings=["train.report_every=1", "step.precision=fp32"])
     assert app.run(tmp_path / "data", tmp_path / "run", *words) == 0
     found = scores(tmp_path / "run")
     for score, (way, bound) in bounds.items():

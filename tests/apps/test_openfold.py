@@ -43,7 +43,7 @@ STILL = ("model.rows.dropout=0", "model.pairs.dropout=0", "model.extra.msa.dropo
          "model.structure.dropout=0", "step.precision=fp64", "train.steps=3")  # fmt: skip
 
 
-def spoil(data: Path, kind: str) -> None:
+def damage_data(data: Path, kind: str) -> None:
     def ragged(file: h5py.File) -> None:
         file["letters"][0] -= 1
         file["letters"][1] += 1
@@ -59,16 +59,16 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    leaves = ["structures", "structures.npz"]
-    shows = "lddt"
-    exactly = [*STILL]
+    artifacts = ["structures", "structures.npz"]
+    report_text = "lddt"
+    exact = [*STILL]
     jobs = ["2 step.shard=weights", "2 mesh.axial=2 train.evaluate=background",
             "6 mesh.axial=2 mesh.replicate=2 mesh.evaluate=2 model.checkpoint=true step.shard=optimizer"]  # fmt: skip
-    close = 1e-6  # lDDT is counted in float32
+    rtol = 1e-6  # lDDT is counted in float32
     compared = {"train": ("loss", "fape", "lddt"), "evaluate": ("drmsd", "gdt_ts", "distogram")}
     configs = ["batch128", "batch256", "finetune", "gpu1", "small"]
-    ways = ["data.reader=hdf5"]
-    short = ["train.steps=3"]
+    data_settings = ["data.reader=hdf5"]
+    one_epoch = ["train.steps=3"]
     # All rules are kept but those that fix the size of data and network, and the quality.
     logs = [(
         ["train.target=0.001", "data.validation_residues=700", "data.released_until=2021-09-16",
@@ -77,7 +77,7 @@ class TestContract(AppContract):
          "init_checkpoint_sha256sum", "train_sequence_crop_size", "num_recycling_iters", "max_msa_clusters", "max_extra_msa",
          "templates_enabled", "max_templates", "swa_decay_rate"],
     )]  # fmt: skip
-    refused = [
+    refusals = [
         ("nan", (), "row 0 of 'positions' holds NaN or infinity"),
         ("letter", (), "letters int8 from 30 to 30"), ("query", (), "is it of another chain?"),
         ("ragged", (), "expected a multiple"), ("counts", (), "'aatype' holds"),
@@ -86,7 +86,7 @@ class TestContract(AppContract):
         ("", ("objective.aligned_error=0.1",), "which needs model.heads.tm=true"),
         ("", ("start.weights=/nowhere.pt",), "/nowhere.pt"), ("", ("data.stage=/tmp", "data.shards=2"), "data.shards is 2"),
     ]  # fmt: skip
-    spoil = staticmethod(spoil)
+    damage_data = staticmethod(damage_data)
     stop = 4
 
     def for_log(self, data: Path, folder: Path) -> Path:
@@ -273,7 +273,7 @@ def test_a_chain_that_is_drawn_again_is_another_sample(data: Path) -> None:
     sent = pickle.loads(pickle.dumps(source))  # as data.processes sends it  # noqa: S301
     for same in (source.sample(0, 0), sent.sample(0, 0)):
         assert same.keys() == first.keys() and all(np.array_equal(same[name], first[name]) for name in first)
-    cfg = config.load(Config, APP.small, [*APP.quick, "data.epoch=40"])
+    cfg = config.load(Config, APP.small_config, [*APP.quick_settings, "data.epoch=40"])
     drawn = _sampler(cfg, source).order(3)
     assert len(set(drawn.tolist())) == 40 and set((drawn % len(source)).tolist()) == set(range(len(source)))
     once = _sampler(cfg.model_copy(update={"data": cfg.data.model_copy(update={"draw": "once"})}), source).order(3)
@@ -411,7 +411,7 @@ def spoiled(data: Path) -> Path:
     """The chains, of which one for training has a position that is NaN."""
     folder = data.with_name("spoiled")
     if not folder.exists():
-        spoil(shutil.copytree(data, folder), "nan")
+        damage_data(shutil.copytree(data, folder), "nan")
     return folder
 
 
