@@ -97,7 +97,7 @@ def hold_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(1000)
 
 
-def fail() -> None:
+def crash() -> None:
     raise RuntimeError("a cable was pulled")
 
 
@@ -126,11 +126,11 @@ def test_a_call_that_holds_the_interpreter_is_reported_by_the_other_rank(
 
 
 def test_a_crash_leaves_a_bundle_of_every_rank(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call_in_step(monkeypatch, 2, fail)
+    call_in_step(monkeypatch, 2, crash)
     codes, output = run_on_ranks(APP.command(data, tmp_path / "run"), tmp_path / "output", 2)
     assert codes == [1, 1] and "a cable was pulled" in output, output
     other, cause = read_bundle(find_bundle(tmp_path / "run"))
-    assert (cause["kind"], cause["step"], len(cause["samples"])) == ("crash", 2, 4) and "in fail" in cause["error"]["traceback"]
+    assert (cause["kind"], cause["step"], len(cause["samples"])) == ("crash", 2, 4) and "in crash" in cause["error"]["traceback"]
     assert other["kind"] == "stopped" and "a cable was pulled" in other["error"]["text"] and other["step"] in (1, 2)
     codes, output = run_on_ranks(lambda: replay.main([str(tmp_path / "run" / LAST_FAILURE)]), tmp_path / "replayed", 1)
     assert codes == [0] and "a cable was pulled" in output and "from the beginning" in output and "failed again" in output, output
