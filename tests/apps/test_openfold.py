@@ -125,8 +125,8 @@ def test_structures_of_a_run_are_readable_by_other_programs(data: Path) -> None:
             assert residue.name == other.get_resname() and {round(atom.b_iso, 1) for atom in residue} == {round(float(plddt), 1)}
             np.testing.assert_allclose(residue["CA"][0].pos.tolist(), positions[ATOM_ORDER["CA"]], atol=2e-3)
         ca = [torch.from_numpy(arrays[kind][span][None, :, ATOM_ORDER["CA"]]) for kind in ("predicted", "true")]
-        expected = 100 * lddt(*ca, torch.from_numpy(row["mask"][None, :, ATOM_ORDER["CA"]]).float(), per_residue=True)[0].numpy()
-        np.testing.assert_allclose(arrays["lddt"][span], np.where(row["mask"][:, ATOM_ORDER["CA"]] > 0, expected, np.nan), rtol=1e-4)
+        scores = 100 * lddt(*ca, torch.from_numpy(row["mask"][None, :, ATOM_ORDER["CA"]]).float(), per_residue=True)[0].numpy()
+        np.testing.assert_allclose(arrays["lddt"][span], np.where(row["mask"][:, ATOM_ORDER["CA"]] > 0, scores, np.nan), rtol=1e-4)
 
 
 # ---- folding
