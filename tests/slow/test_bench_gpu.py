@@ -49,7 +49,7 @@ def test_a_published_step(name: str, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("name", gpu_steps.cases())
 def test_batches_of_the_loader_have_the_shapes_of_those_on_the_device(name: str) -> None:
-    """With other shapes a captured step would be captured again, or refused."""
+    """A captured step would otherwise be captured again, or refused."""
     app, case = gpu_steps._cases()[name]
     benchmark = gpu_steps.StepBenchmark(name, find_workload(app), case, SimpleNamespace(tiny=True))
     signatures = [batch_signature(batch) for batch in benchmark.batches]
