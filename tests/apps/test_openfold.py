@@ -153,7 +153,7 @@ def read_atoms(path: Path) -> np.ndarray:
     return np.array([[*a.pos.tolist(), a.b_iso] for r in gemmi.read_structure(str(path))[0]["A"] for a in r])
 
 
-def test_four_ranks_fold_chains_as_one_rank_does_and_none_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chains_are_folded_on_a_mesh_as_on_one_rank_and_none_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     OpenFold(OpenFoldConfig.preset("tiny", template=None)).save(tmp_path / "tiny.safetensors")
     fasta, (single, parallel) = write_fasta(tmp_path), (tmp_path / name for name in ("single", "parallel"))

@@ -4,8 +4,8 @@
                    [--cleanenv] [--contain] [--containall] IMAGE COMMAND ...
 
 The command has a read-only root of its own: the image's files, this machine's /proc, /sys and /dev, the working directory, and
-paths bound by --bind or APPTAINER_BIND. Homes and /tmp are not mounted, as an apptainer.conf may specify, so that a path that a script
-does not bind is missing here. It needs root for mount namespaces; it tests hpcai's scripts, not Apptainer.
+paths bound by --bind or APPTAINER_BIND. Homes and /tmp are not mounted, as an apptainer.conf may specify, so that a path that a
+script does not bind is missing here. It needs root for mount namespaces; it tests hpcai's scripts, not Apptainer.
 
 IMAGE is a JSON file: ``root``, the folder of an unpacked image (such as ``make containers`` leaves); ``mounts``, pairs of source
 and target for other files of this machine; ``hidden``, files that are masked.
