@@ -66,7 +66,7 @@ class App:
     def on_ranks(self, ranks: int, data: Path, run: Path, *extra: str, timeout: float = 120) -> str:
         """Run on ``ranks`` processes, assert that all succeed, and return their output.
 
-        A fork may wait for ever for a lock that another thread of this process held at the fork. Processes that hang are therefore
+        A fork may wait forever for a lock that another thread of this process held at the fork. Processes that hang are therefore
         started a second time; a warning has their exit codes and output.
         """
         for attempt in (1, 2):

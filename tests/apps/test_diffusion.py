@@ -104,7 +104,7 @@ def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
 
 
 def test_held_out_samples_are_scored_at_the_times_of_the_settings(data: Path) -> None:
-    """Here at the start of each eighth of the time range, as in MLPerf's Flux.1, rather than at its middle."""
+    """At the start of each eighth of the time range, as in MLPerf's Flux.1, rather than at its middle."""
     run = APP.cached_run(data, "data.evaluation_place=0", "step.ema_decay=null", "step.lr=0.03", "step.precision=fp32")
     validation: dict[str, list[np.ndarray]] = {"high": [], "low": []}
     for path in sorted((data / "validation").glob("*.h5")):

@@ -87,7 +87,7 @@ def call_in_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[],
     monkeypatch.setattr(Step, "__call__", call)
 
 
-def sleep_for_ever() -> None:
+def sleep_forever() -> None:
     time.sleep(1000)
 
 
@@ -102,16 +102,16 @@ def crash() -> None:
 
 
 def test_a_hang_ends_the_job_and_reports_the_step_of_each_rank(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call_in_step(monkeypatch, 3, sleep_for_ever)
+    call_in_step(monkeypatch, 3, sleep_forever)
     start = time.monotonic()
     codes, output = run_on_ranks(APP.command(data, tmp_path / "run", "train.hang_after=2"), tmp_path / "output", 2)
     assert codes == [1, 1] and time.monotonic() - start < 20, output
     assert "no step was finished for 2 s (train.hang_after); all stacks are in" in output
-    assert "  rank 1: step 3, in sleep_for_ever (" in output and "time.sleep(1000)), called by call (" in output, output
-    assert output.count("in sleep_for_ever") == 1 and "failed as well" not in output, "once, not by each rank"
+    assert "  rank 1: step 3, in sleep_forever (" in output and "time.sleep(1000)), called by call (" in output, output
+    assert output.count("in sleep_forever") == 1 and "failed as well" not in output, "once, not by each rank"
     records = read_bundle(find_bundle(tmp_path / "run"))
     assert [(record["kind"], record["step"], len(record["samples"])) for record in records] == [("hang", 3, 4)] * 2
-    assert [any("sleep_for_ever" in line for line in record["threads"][0]["stack"]) for record in records] == [False, True]
+    assert [any("sleep_forever" in line for line in record["threads"][0]["stack"]) for record in records] == [False, True]
     assert any("hpcai/train/loop.py" in line for line in records[0]["threads"][0]["stack"])
 
 

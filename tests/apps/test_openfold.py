@@ -404,7 +404,7 @@ def test_a_rank_that_is_killed_in_a_collective_of_a_sharded_chain_ends_the_other
     assert codes[2] == -signal.SIGKILL and all(code == 1 for code in codes[:2] + codes[3:]), (codes, output)
     assert "rank 2 on " in output and "failed: its process ended without a report: killed by a signal" in output
     assert time.monotonic() - start < 30
-    assert (tmp_path / "run" / "metrics.jsonl").exists(), "it was killed while the run was under way"
+    assert (tmp_path / "run" / "metrics.jsonl").exists(), "the rank is killed during the run"
 
 
 def damaged_chains(data: Path) -> Path:

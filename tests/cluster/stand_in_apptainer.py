@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 SHELL = 'for file in /.singularity.d/env/*.sh; do . "$file"; done; cd "$1" || exit; shift; exec "$@"'
-KEPT_VARIABLES = ("HOME", "TERM", "LANG")
+PASSED_VARIABLES = ("HOME", "TERM", "LANG")
 
 
 def fatal(text: str) -> int:
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
 def make_environ(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment of the caller without variables that depend on its file system."""
     clean = args.cleanenv or args.containall
-    variables = {name: value for name, value in os.environ.items() if not clean or name in KEPT_VARIABLES}
+    variables = {name: value for name, value in os.environ.items() if not clean or name in PASSED_VARIABLES}
     variables.pop("LD_LIBRARY_PATH", None)
     variables |= {k.removeprefix("APPTAINERENV_"): v for k, v in os.environ.items() if k.startswith("APPTAINERENV_")}
     variables |= dict(pair.split("=", 1) for text in args.env for pair in text.split(","))

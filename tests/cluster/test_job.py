@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 
 def kill_job_on_node(number: str, node: str) -> None:
-    """Kill the processes of a job on one node."""
     ranks = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -35,7 +35,6 @@ def select_variants(variants: Iterable[Any], which: str) -> list[Any]:
 
 
 def run_program(program: str, *args: str, **environment: str) -> str:
-    """Run a program and return its output."""
     env = {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **environment}
     prelude = _INTERPRETER if "TRITON_INTERPRET" in environment else ""
     command = [sys.executable, "-W", "ignore", "-c", prelude + program, *args]
