@@ -1,6 +1,5 @@
-"""What every app promises: its files of settings load, a run leaves what its users want, several processes train as one, a resumed
-run is an uninterrupted one, samples are the same however they are read, its MLPerf log keeps the rules, and bad input is told in
-one line and loses nothing."""
+"""Tests that every app passes: its configs load, a run writes its artifacts, several ranks train as one, a resumed run equals an
+uninterrupted one, all readers give the same samples, its MLPerf log conforms, and bad input is reported in one line."""
 
 import re
 import shutil
@@ -16,34 +15,36 @@ from hpcai import config
 from tests.apps.app_runs import ROOT, App, check_equal_weights, metric_by_step, resumed_from
 
 Log = tuple[list[str], list[str]]
-Refused = tuple[str, Sequence[str], str]
+Refusal = tuple[str, Sequence[str], str]
 
 
 @pytest.mark.usefixtures("one_thread")
 class AppContract:
     configs: list[str]
-    ways: list[str]
-    short: list[str] = ["train.epochs=1"]
-    """words for a run that reads whole batches and ends early"""
-    leaves: list[str]
-    """files of a run beside its settings, weights, metrics and checkpoints"""
-    shows: str
-    """what its report says"""
-    exactly: list[str] = ["step.precision=fp64", "train.epochs=1"]
-    """words for a run whose curve does not depend on the number of processes but by ``close``"""
+    data_settings: list[str]
+    """overrides that change how samples are read, but not the samples"""
+    one_epoch: list[str] = ["train.epochs=1"]
+    """overrides of a run that ends after three steps"""
+    artifacts: list[str]
+    """files of a run besides its settings, weights, metrics and checkpoints"""
+    report_text: str
+    """a text of its report"""
+    exact: list[str] = ["step.precision=fp64", "train.epochs=1"]
+    """overrides of a run whose loss curve depends on the number of ranks by less than ``rtol``"""
     jobs: list[str]
-    """numbers of processes, each with the words that say how they share the work"""
-    close: float = 1e-9
+    """the number of ranks and the overrides of each job, separated by spaces"""
+    rtol: float = 1e-9
     compared: dict[str, tuple[str, ...]] = {"train": ("loss",)}
-    """what is compared beside the metric: kinds of events and names"""
+    """names to compare besides the metric, by kind of event"""
     rules: tuple[str, str] = ("hpc", "3.0.0")
-    """of MLPerf's checker"""
+    """``--usage`` and ``--ruleset`` of MLPerf's compliance checker"""
     logs: list[Log]
-    """words, and the rules that a run of this size cannot keep"""
-    refused: list[Refused]
-    """how the data is spoiled ("" not at all), words, and what is told"""
-    spoil: Callable[[Path, str], None]
+    """overrides of a run, and the rules that a run of this size cannot satisfy"""
+    refusals: list[Refusal]
+    """a kind of damage to the data ("" for none), overrides, and a part of the message"""
+    damage_data: Callable[[Path, str], None]
     stop = 2
+    """the last step before the resume"""
 
     def test_every_yaml_loads(self, app: App) -> None:
         files = sorted((ROOT / f"apps/{app.name}/configs").glob("*.yaml"))
@@ -51,74 +52,74 @@ class AppContract:
         for path in files:
             cfg = config.load(app.settings, path)
             assert cfg != app.settings() and cfg.report.directory is not None, f"{path.name} sets nothing"
-            self.check(path.stem, cfg)
+            self.check_config(path.stem, cfg)
 
-    def check(self, name: str, cfg: Any) -> None:
-        """What a file of settings must say."""
+    def check_config(self, name: str, cfg: Any) -> None:
+        """Assert values of the config ``name``."""
 
-    def test_a_run_leaves_everything_that_its_users_want(self, app: App, data: Path) -> None:
+    def test_a_run_writes_weights_settings_metrics_and_a_report(self, app: App, data: Path) -> None:
         from hpcai.cli.report import draw_run
 
         run = app.cached_run(data)
-        usual = ["checkpoints", "metrics.jsonl", "model.safetensors", "settings.yaml"]
-        assert {path.name for path in run.iterdir()} - {"report.html", "plots"} == {*usual, *self.leaves}
-        expected = config.load(app.settings, app.small, app.overrides(data, run)[1:])
+        common = ["checkpoints", "metrics.jsonl", "model.safetensors", "settings.yaml"]
+        assert {path.name for path in run.iterdir()} - {"report.html", "plots"} == {*common, *self.artifacts}
+        expected = config.load(app.settings, app.small_config, app.overrides(data, run)[1:])
         assert config.load(app.settings, run / "settings.yaml") == expected
         page = draw_run(run).read_text()
-        assert self.shows in page and "no picture" not in page and "http" not in page.replace("http://www.w3.org", "")
+        assert self.report_text in page and "no picture" not in page and "http" not in page.replace("http://www.w3.org", "")
 
-    def test_several_processes_train_as_one(self, app: App, data: Path, tmp_path: Path, job: str) -> None:
-        count, *words = job.split()
-        one, run = app.cached_run(data, *self.exactly), tmp_path / "run"
-        app.on_ranks(int(count), data, run, *self.exactly, *words)
-        metric = config.load(app.settings, app.small).train.metric
+    def test_several_ranks_train_as_one(self, app: App, data: Path, tmp_path: Path, job: str) -> None:
+        ranks, *overrides = job.split()
+        single, run = app.cached_run(data, *self.exact), tmp_path / "run"
+        app.on_ranks(int(ranks), data, run, *self.exact, *overrides)
+        metric = config.load(app.settings, app.small_config).train.metric
         for kind, names in {**self.compared, "evaluate": (metric, *self.compared.get("evaluate", ()))}.items():
             for name in names:
-                assert metric_by_step(run, kind, name) == pytest.approx(metric_by_step(one, kind, name), rel=self.close), name
-        check_equal_weights(one, run, rtol=1e-2, atol=1e-4)
+                assert metric_by_step(run, kind, name) == pytest.approx(metric_by_step(single, kind, name), rel=self.rtol), name
+        check_equal_weights(single, run, rtol=1e-2, atol=1e-4)
 
-    def test_resumed_is_uninterrupted(self, app: App, data: Path, tmp_path: Path) -> None:
-        run = tmp_path / "cut"
+    def test_a_resumed_run_equals_an_uninterrupted_one(self, app: App, data: Path, tmp_path: Path) -> None:
+        run = tmp_path / "resumed"
         assert app.run(data, run, "train.epochs=null", f"train.steps={self.stop}") == 0 and max(metric_by_step(run)) == self.stop
         assert app.run(data, run) == 0 and resumed_from(run) == self.stop
         check_equal_weights(app.cached_run(data), run)
         assert metric_by_step(run) == metric_by_step(app.cached_run(data)) and len(metric_by_step(run)) == 6
 
-    def test_however_samples_are_read_the_loss_is_the_same(
-        self, app: App, data: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+    def test_data_settings_do_not_change_the_loss(
+        self, app: App, data: Path, tmp_path: Path, data_setting: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        if way == "data.reader=dali":
+        if data_setting == "data.reader=dali":
             pytest.importorskip("nvidia.dali", reason="DALI is not installed: data.reader=dali is NOT tested")
         monkeypatch.setenv("OWN_DISK", str(tmp_path / "own"))
-        assert app.run(data, tmp_path / "run", *way.split(), *self.short) == 0
-        found, scores = metric_by_step(tmp_path / "run"), metric_by_step(tmp_path / "run", "evaluate", "step")
-        whole = metric_by_step(app.cached_run(data))
-        assert found == {step: whole[step] for step in found} and len(found) == 6 // 2 and set(scores) == {3}
-        metric = config.load(app.settings, app.small).train.metric
+        assert app.run(data, tmp_path / "run", *data_setting.split(), *self.one_epoch) == 0
+        losses, scores = metric_by_step(tmp_path / "run"), metric_by_step(tmp_path / "run", "evaluate", "step")
+        expected_losses = metric_by_step(app.cached_run(data))
+        assert losses == {step: expected_losses[step] for step in losses} and len(losses) == 6 // 2 and set(scores) == {3}
+        metric = config.load(app.settings, app.small_config).train.metric
         scores, expected = (metric_by_step(path, "evaluate", metric) for path in (tmp_path / "run", app.cached_run(data)))
         assert scores[3] == expected[3]
-        if "OWN_DISK" in way:
+        if "OWN_DISK" in data_setting:
             assert len(list((tmp_path / "own/data/train").glob("*.h5"))) == len(list((data / "train").glob("*.h5")))
 
-    def test_the_mlperf_log_of_a_run_keeps_the_rules(self, app: App, data: Path, tmp_path: Path, log: Log) -> None:
+    def test_the_mlperf_log_of_a_run_passes_the_checker(self, app: App, data: Path, tmp_path: Path, log: Log) -> None:
         pytest.importorskip("mlperf_logging")
-        words, cannot = log
-        assert app.run(self.for_log(data, tmp_path), tmp_path / "run", "report.sinks=[mlperf]", *words) == 0
+        overrides, violated = log
+        assert app.run(self.data_for_log(data, tmp_path), tmp_path / "run", "report.sinks=[mlperf]", *overrides) == 0
         checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", self.rules[0], "--ruleset", self.rules[1]]
-        done = subprocess.run([*checker, str(tmp_path / "run" / "mlperf.log")], capture_output=True, text=True, cwd=tmp_path)
-        text = done.stdout + done.stderr
+        result = subprocess.run([*checker, str(tmp_path / "run" / "mlperf.log")], capture_output=True, text=True, cwd=tmp_path)
+        text = result.stdout + result.stderr
         failed = re.findall(r"(?:CHECK for '|Failed checks for |Required \w+ occurrence of '|Required )(\w+)", text)
-        assert sorted({*failed}) == sorted(cannot), text
+        assert sorted({*failed}) == sorted(violated), text
 
-    def for_log(self, data: Path, folder: Path) -> Path:
-        """The data of a run that keeps a log."""
+    def data_for_log(self, data: Path, folder: Path) -> Path:
+        """Return the data of a run with an MLPerf log."""
         return data
 
-    def test_bad_input_is_told_in_one_line(
-        self, app: App, data: Path, tmp_path: Path, wrong: Refused, capsys: pytest.CaptureFixture[str]
+    def test_bad_input_is_reported_in_one_line(
+        self, app: App, data: Path, tmp_path: Path, refusal: Refusal, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        kind, more, text = wrong
+        kind, overrides, text = refusal
         if kind:
             data = Path(shutil.copytree(data, tmp_path / "data"))
-            type(self).spoil(data, kind)
-        app.check_refused(data, tmp_path / "run", more, text, capsys)
+            type(self).damage_data(data, kind)
+        app.check_refused(data, tmp_path / "run", overrides, text, capsys)

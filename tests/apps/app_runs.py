@@ -1,4 +1,4 @@
-"""An app run in this process, or in forks of it that have torch already, as its command line would."""
+"""Runs of an app in this process, or in forks that inherit its imports, as from its command line."""
 
 import json
 import runpy
@@ -26,11 +26,11 @@ FAST = ["train.collect_every=null"]  # a full collection costs more than these r
 
 @dataclass
 class App:
-    """``python -m apps.NAME apps/NAME/configs/small.yaml``, made quick by more words, on data that ``make`` puts into a folder."""
+    """``python -m apps.NAME apps/NAME/configs/small.yaml`` with overrides that make it quick, on data of ``make_data(folder)``."""
 
     name: str
-    make: Callable[[Path], object]
-    quick: Sequence[str]
+    make_data: Callable[[Path], object]
+    quick_settings: Sequence[str]
 
     def __str__(self) -> str:
         return self.name
@@ -40,37 +40,37 @@ class App:
         return import_module(f"apps.{self.name}.settings").Config
 
     @property
-    def small(self) -> Path:
+    def small_config(self) -> Path:
         return ROOT / f"apps/{self.name}/configs/small.yaml"
 
-    def overrides(self, data: Path, run: Path, *more: str) -> list[str]:
-        return [str(self.small), *FAST, *self.quick, f"data.directory={data}", f"report.directory={run}", *more]
+    def overrides(self, data: Path, run: Path, *extra: str) -> list[str]:
+        return [str(self.small_config), *FAST, *self.quick_settings, f"data.directory={data}", f"report.directory={run}", *extra]
 
-    def run(self, data: Path, run: Path, *more: str) -> int:
-        """Exit code of a run in this process."""
+    def run(self, data: Path, run: Path, *extra: str) -> int:
+        """Run in this process and return the exit code."""
         try:
-            config.run(self.settings, import_module(f"apps.{self.name}.__main__").main, self.overrides(data, run, *more))
-        except SystemExit as end:
-            return int(end.code or 0)
+            config.run(self.settings, import_module(f"apps.{self.name}.__main__").main, self.overrides(data, run, *extra))
+        except SystemExit as error:
+            return int(error.code or 0)
         return 0
 
-    def command(self, data: Path, run: Path, *more: str) -> Callable[[], object]:
-        """What ``python -m apps.NAME`` does once Python has begun, for forks."""
+    def command(self, data: Path, run: Path, *extra: str) -> Callable[[], object]:
+        """Return the entry point of ``python -m apps.NAME``, for forked processes."""
 
-        def enter() -> None:
-            sys.argv = [self.name, *self.overrides(data, run, *more)]
+        def main() -> None:
+            sys.argv = [self.name, *self.overrides(data, run, *extra)]
             runpy.run_module(f"apps.{self.name}", run_name="__main__")
 
-        return enter
+        return main
 
-    def on_ranks(self, ranks: int, data: Path, run: Path, *more: str, timeout: float = 120) -> str:
-        """What a run on so many processes said, all of which ended well.
+    def on_ranks(self, ranks: int, data: Path, run: Path, *extra: str, timeout: float = 120) -> str:
+        """Run on ``ranks`` processes, assert that all succeed, and return their output.
 
-        A fork inherits a lock that another thread of this process holds at that moment, and may wait for it for ever. Processes
-        that hang are therefore started once more; where they stood is told as a warning.
+        A fork may wait forever for a lock that another thread of this process held at the fork. Processes that hang are therefore
+        started a second time; a warning has their exit codes and output.
         """
         for attempt in (1, 2):
-            with fork_processes(self.command(data, run, *more), run.with_name(f"{run.name}.{attempt}.out"), ranks) as forks:
+            with fork_processes(self.command(data, run, *extra), run.with_name(f"{run.name}.{attempt}.out"), ranks) as forks:
                 codes, output = forks.wait(timeout)
             if None not in codes:
                 break
@@ -80,22 +80,22 @@ class App:
         return output
 
     def check_refused(self, data: Path, run: Path, overrides: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-        """The run ends with one message that says ``text``, and leaves no weights."""
+        """Assert that the run fails with a message that contains ``text``, without a traceback, and writes no weights."""
         assert self.run(data, run, *overrides) not in (0, 85)
         stderr = capsys.readouterr().err
         assert text in stderr and "Traceback" not in stderr, stderr
         assert not (run / "model.safetensors").exists()
 
-    def cached_run(self, data: Path, *more: str) -> Path:
-        """The folder of a run with these words that several tests look at."""
-        run = data.with_name(" ".join([f"{data.name}-once", *more]).replace("/", "-"))
+    def cached_run(self, data: Path, *extra: str) -> Path:
+        """Return the folder of a run with these overrides, which several tests share."""
+        run = data.with_name(" ".join([f"{data.name}-once", *extra]).replace("/", "-"))
         if not run.exists():
-            assert self.run(data, run, *more) == 0
+            assert self.run(data, run, *extra) == 0
         return run
 
 
 def damage(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> None:
-    """The first training file of ``data`` is changed, as if its maker had written it so: the index has a table of it."""
+    """Apply the change named ``kind`` to the first training file of ``data``, and index it as if it had been written so."""
     path = next((data / "train").glob("*.h5"))
     if kind in changes:
         with h5py.File(path, "r+") as file:
@@ -104,17 +104,17 @@ def damage(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], ob
 
 
 def metric_by_step(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:
-    """What a run's events say, by step."""
+    """Return a metric of the events of one kind, by step."""
     return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}
 
 
 def resumed_from(run: Path) -> int | None:
-    """The step from which a run last went on; one that begins anew would end with the same weights."""
+    """Return the step from which a run last resumed: a run from scratch would end with the same weights."""
     return [e["resumed_from"] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "start"][-1]
 
 
 def check_equal_weights(first: Path, second: Path, **tolerance: float) -> None:
-    """Two runs ended with the same weights: bit for bit, or within ``rtol`` and ``atol``."""
+    """Assert that two runs ended with equal weights: bitwise, or within ``rtol`` and ``atol``."""
     expected, actual = (load_file(run / "model.safetensors") for run in (first, second))
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():

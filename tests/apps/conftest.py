@@ -1,4 +1,4 @@
-"""Data of the app that a test module is about, made once for all of its tests."""
+"""The app of a test module, and data for it that all tests of the module share."""
 
 from pathlib import Path
 
@@ -17,12 +17,12 @@ def app(request: pytest.FixtureRequest) -> App:
 @pytest.fixture(scope="module")
 def data(app: App, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(app.name) / "data"
-    app.make(folder)
+    app.make_data(folder)
     return folder
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The rows of a class that promises: its ways to read, its jobs of several processes, its logs and what it refuses."""
-    for name, rows in (("way", "ways"), ("job", "jobs"), ("log", "logs"), ("wrong", "refused")):
+    """Parametrize the tests of a contract by the lists of the class: data settings, jobs, logs and refusals."""
+    for name, attribute in (("data_setting", "data_settings"), ("job", "jobs"), ("log", "logs"), ("refusal", "refusals")):
         if name in metafunc.fixturenames and metafunc.cls:
-            metafunc.parametrize(name, getattr(metafunc.cls, rows), ids=lambda row: row if isinstance(row, str) else None)
+            metafunc.parametrize(name, getattr(metafunc.cls, attribute), ids=lambda case: case if isinstance(case, str) else None)

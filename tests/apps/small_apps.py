@@ -1,4 +1,4 @@
-"""Each app, with words and data of its own kind that are as small as they may be: six steps in two epochs."""
+"""Each app with the smallest settings and data that it accepts: six steps in two epochs."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,14 +9,14 @@ from tests.apps import universes
 from tests.apps.app_runs import App
 
 
-def prepared(prep: str, words: str) -> Callable[[Path], None]:
-    """How ``data_prep`` simulates with these words."""
+def simulator(prep: str, args: str) -> Callable[[Path], None]:
+    """Return a function that simulates data into a folder with the command line arguments ``args``."""
 
-    def make(folder: Path) -> None:
-        line = ["simulate", str(folder), *words.split(), "--workers", "1", "--no-check"]
-        assert import_module(f"data_prep.{prep}").main(line) == 0
+    def simulate(folder: Path) -> None:
+        argv = ["simulate", str(folder), *args.split(), "--workers", "1", "--no-check"]
+        assert import_module(f"data_prep.{prep}").main(argv) == 0
 
-    return make
+    return simulate
 
 
 COSMOFLOW = App(
@@ -25,56 +25,56 @@ COSMOFLOW = App(
     ["model.size=16", "model.blocks=4", "model.filters=2", "data.batch=8", "train.report_every=1", "train.epochs=2",
      "step.schedule.decay=none"],
 )  # fmt: skip
-DEEPCAM = App(  # 12 training maps and 6 of validation
+DEEPCAM = App(  # 12 training and 6 validation maps
     "deepcam",
-    prepared("deepcam", "--samples 18 --height 64 --width 96 --spacing 0.75 --validation 0.34 --test 0 --rows 4"),
+    simulator("deepcam", "--samples 18 --height 64 --width 96 --spacing 0.75 --validation 0.34 --test 0 --rows 4"),
     ["model.middle=1", "model.divide=16", "model.frequencies=[0.95,0.01,0.04]", "data.batch=4", "data.evaluation_batch=4",
      "train.report_every=1", "train.epochs=2", "step.precision=fp32", "data.pictures=2",
      "step.schedule.decay=none"],
 )  # fmt: skip
-UNET3D = App(  # six training volumes and three of validation, of about 18 x 40 x 40 voxels
+UNET3D = App(  # six training and three validation volumes of about 18 x 40 x 40 voxels
     "unet3d",
-    prepared("kits19", "--cases 9 --validation 0.34 --spacing 14 9 9 --least 16 32 32"),
+    simulator("kits19", "--cases 9 --validation 0.34 --spacing 14 9 9 --least 16 32 32"),
     ["model.filters=[4,6,8]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "data.batch=2", "train.report_every=1",
      "train.epochs=2", "train.evaluate_every=1", "step.precision=fp32", "data.pictures=2",
      "step.schedule.decay=none"],
 )  # fmt: skip
 OPENCATALYST = App(  # 74 training and 37 validation frames of slabs with 13 or 14 atoms
     "opencatalyst",
-    prepared("opencatalyst", "--systems 3 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
+    simulator("opencatalyst", "--systems 3 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
     ["model.hidden=12", "model.output=12", "model.interaction=6", "model.basis=4", "model.blocks=1", "model.cutoff=4.0",
      "data.batch=24", "data.evaluation_batch=36", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
      "data.pictures=6", "step.schedule.decay=none", "step.schedule.warmup=0"],
 )  # fmt: skip
-OPENFOLD = App(  # six training chains and six of validation, three of a family: each has the two others for templates
+OPENFOLD = App(  # six training and six validation chains, three per family: each has the two others as templates
     "openfold",
-    prepared("openfold", "--chains 12 --families 4 --each 1 --length 18 22 --rows 9 --validation 0.5 --templates 2"),
+    simulator("openfold", "--chains 12 --families 4 --each 1 --length 18 22 --rows 9 --validation 0.5 --templates 2"),
     ["model.blocks=1", "model.structure.passes=2", "features.crop=16", "features.clusters=4", "features.extra=5", "data.batch=4",
      "data.epoch=12", "train.steps=6", "train.report_every=1", "data.pictures=2"],
 )  # fmt: skip
 
 
-def _texts(folder: Path) -> None:
-    """24 training rows of 32 bytes in six documents, and 6 of validation in two."""
+def _convert_texts(folder: Path) -> None:
+    """Write 24 training rows of 32 bytes from six documents, and 6 validation rows from two."""
     source = folder.with_name("source")
-    for split, count in (("train", 6), ("held", 2)):
+    for split, count in (("train", 6), ("validation", 2)):
         (source / split).mkdir(parents=True, exist_ok=True)
         for number in range(count):
-            words = (f"{split} {number} is followed by {number + step}.\n" for step in range(9))
-            (source / split / f"{number}.txt").write_text("".join(words)[:128])
-    line = ["convert", str(source / "train"), str(folder), "--validation", str(source / "held"), "--tokenizer", "bytes"]
-    assert text.main([*line, "--sequence", "32", "--each", "8", "--workers", "1"]) == 0
+            lines = (f"{split} {number} is followed by {number + step}.\n" for step in range(9))
+            (source / split / f"{number}.txt").write_text("".join(lines)[:128])
+    argv = ["convert", str(source / "train"), str(folder), "--validation", str(source / "validation"), "--tokenizer", "bytes"]
+    assert text.main([*argv, "--sequence", "32", "--each", "8", "--workers", "1"]) == 0
 
 
 LLM = App(
-    "llm", _texts,
+    "llm", _convert_texts,
     ["model.vocabulary=260", "model.width=16", "model.layers=2", "model.heads=2", "model.inner=24", "model.positions=32",
      "data.batch=8", "train.report_every=1", "train.epochs=2", "train.steps=null", "data.pictures=2", "step.schedule.decay=none",
      "step.schedule.warmup=0"],
 )  # fmt: skip
-DIFFUSION = App(  # 24 training maps of 16 x 16 cells, and those of a few other universes
+DIFFUSION = App(  # 24 training maps of 16 x 16 pixels, and 12 of other universes
     "diffusion",
-    prepared("fields", "--kind matter --samples 36 --size 16 --slabs 1 --thickness 4 --validation 0.34 --test 0 --rows 6"
+    simulator("fields", "--kind matter --samples 36 --size 16 --slabs 1 --thickness 4 --validation 0.34 --test 0 --rows 6"
              " --particles-per-cell 1"),
     ["model.unet.channels=[8,16]", "model.unet.heads=[1,2]", "model.unet.groups=4", "model.sampler.steps=2", "data.batch=8",
      "data.evaluation_batch=4", "data.drawn=3", "data.members=4", "train.report_every=1", "train.epochs=2", "train.steps=null",

@@ -1,4 +1,4 @@
-"""The CosmoFlow app as its users start it: alone, on ranks, stopped, killed, resumed, and with bad input."""
+"""The CosmoFlow app from its command line: on one process, on ranks, stopped, killed, resumed, and with bad input."""
 
 import os
 import shutil
@@ -28,14 +28,14 @@ ENDLESS = ["train.epochs=300", "checkpoint.every_steps=100000"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def new(data: Path) -> None:
-    """Files that changed since their index was written."""
+def remove_indexes(data: Path) -> None:
+    """Remove the indexes, which do not match files that are changed later."""
     for split in ("train", "validation"):
         (data / split / "index.json").unlink()
 
 
-def spoil(data: Path, kind: str) -> None:
-    new(data)
+def damage_data(data: Path, kind: str) -> None:
+    remove_indexes(data)
     if kind == "no folder":
         shutil.rmtree(data)
     elif kind == "truncated":
@@ -48,18 +48,18 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    leaves = ["predictions.npz"]
-    shows = "Omega_m"
-    test_several_processes_train_as_one = None  # below, with a run that is taken up
+    artifacts = ["predictions.npz"]
+    report_text = "Omega_m"
+    test_several_ranks_train_as_one = None  # below, with a resume on one process
     configs = ["batch32", "batch512", "reference", "small"]
-    ways = [*(f"data.reader={way}" for way in ("direct", "memory", "hdf5", "dali")), "data.processes=true data.workers=1",
-            "data.stage=$OWN_DISK/data"]  # fmt: skip
+    data_settings = [*(f"data.reader={reader}" for reader in ("direct", "memory", "hdf5", "dali")),
+                     "data.processes=true data.workers=1", "data.stage=$OWN_DISK/data"]  # fmt: skip
     logs = [(
         ["train.target=9", "step.optimizer=sgd", "model.dropout=0.5",
          "step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], held: true, late: false, warmup: 1, start: 1e-4}"],
         ["eval_error"],  # three steps do not reach 0.124
     )]  # fmt: skip
-    refused = [
+    refusals = [
         ("no folder", (), "/train: no such folder; make data with: python -m data_prep.cosmoflow simulate"),
         ("truncated", (), "universe_00003.h5: not a complete HDF5 file"), ("NaN", (), "row 1 of 'target' holds NaN or infinity"),
         ("", ("model.size=64",), "dataset 'counts' is (4, 16, 16, 16, 4), expected (rows, 64, 64, 64, 4); make data with"),
@@ -71,7 +71,7 @@ class TestContract(AppContract):
         ("", ("step.weight_decay=0.1", "model.dropout=0.5"), "the MLPerf HPC rules allow one of them"),
         ("", ("mesh.evaluate=1", "data.stage=/tmp/x"), "processes that only evaluate cannot take part in staging"),
     ]  # fmt: skip
-    spoil = staticmethod(spoil)
+    damage_data = staticmethod(damage_data)
     stop = 4
 
 
@@ -83,10 +83,10 @@ def test_predictions_and_weights_are_in_physical_units(data: Path) -> None:
     assert (pairs["true"][:, 3] >= 63).all() and (pairs["true"][:, 3] <= 77).all()
     model = CosmoFlow.load(run / "model.safetensors")
     with h5py.File(data / "validation/universe_00000.h5") as file:
-        guess = model.predict(file["counts"][0])
-        several = model.predict(file["counts"][:2])
-    assert list(guess) == ["Omega_m", "sigma_8", "n_s", "H_0"] and 55 < guess["H_0"] < 85
-    assert several["sigma_8"].shape == (2,) and several["sigma_8"][0] == pytest.approx(guess["sigma_8"], rel=1e-5)
+        prediction = model.predict(file["counts"][0])
+        predictions = model.predict(file["counts"][:2])
+    assert list(prediction) == ["Omega_m", "sigma_8", "n_s", "H_0"] and 55 < prediction["H_0"] < 85
+    assert predictions["sigma_8"].shape == (2,) and predictions["sigma_8"][0] == pytest.approx(prediction["sigma_8"], rel=1e-5)
 
 
 # ---- stopped and killed
@@ -105,7 +105,7 @@ def has_begun(run: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
-def test_a_signal_saves_and_asks_to_be_requeued(data: Path, tmp_path: Path, name: str) -> None:
+def test_a_signal_saves_and_requests_a_requeue(data: Path, tmp_path: Path, name: str) -> None:
     run, output = tmp_path / "run", tmp_path / "run.out"
     with fork_processes(APP.command(data, run, *ENDLESS), output) as forks:
         wait_for(lambda: has_begun(run), forks.processes[0].is_alive, output)
@@ -113,7 +113,7 @@ def test_a_signal_saves_and_asks_to_be_requeued(data: Path, tmp_path: Path, name
         ((code,), _) = forks.wait()
     assert code == 85 and f"stopped by {name}" in output.read_text(), output.read_text()
     saved = [p.name for p in (run / "checkpoints").iterdir()]
-    assert saved == [f"step-{max(metric_by_step(run)):08d}"], "nothing that was done is lost"
+    assert saved == [f"step-{max(metric_by_step(run)):08d}"], "no completed step is lost"
     assert not (run / "model.safetensors").exists()
 
 
@@ -121,10 +121,10 @@ def test_a_signal_saves_and_asks_to_be_requeued(data: Path, tmp_path: Path, name
 @pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: install the extra 'mpi'")
 def test_two_ranks_are_stopped_by_a_signal_to_one(data: Path, tmp_path: Path) -> None:
     run, output = tmp_path / "run", tmp_path / "run.out"
-    line = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "apps.cosmoflow", *APP.overrides(data, run, *ENDLESS)]
-    with output.open("w") as said:
+    command = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "apps.cosmoflow", *APP.overrides(data, run, *ENDLESS)]
+    with output.open("w") as stdout:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(line, cwd=ROOT, env=environ, stdout=said, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=stdout, stderr=subprocess.STDOUT)
     wait_for(lambda: has_begun(run), lambda: process.poll() is None, output, 240)
     ranks = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _is_rank(p, run, process.pid)]
     assert len(ranks) == 2
@@ -141,7 +141,7 @@ def _is_rank(process: Path, run: Path, launcher: int) -> bool:
     return str(run).encode() in b" ".join(arguments) and b"python" in arguments[0] and int(process.name) != launcher
 
 
-def test_a_run_on_another_data_set_is_refused_unless_that_is_meant(
+def test_a_run_on_another_data_set_is_refused_unless_allowed(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, other = tmp_path / "run", universes.write_universes(tmp_path / "other", size=16, train=5)
@@ -158,39 +158,39 @@ def test_a_run_on_another_data_set_is_refused_unless_that_is_meant(
 
 
 @pytest.mark.parametrize("axes", [["mesh.replicate=4"], ["mesh.depth=2"], ["mesh.depth=2", "mesh.height=2"]], ids=" ".join)
-def test_four_ranks_give_the_loss_curve_of_one_which_takes_up_their_run(data: Path, tmp_path: Path, axes: list[str]) -> None:
-    """Copies, cut ones too: each rank then reads its part of a turned universe. They stop in the middle of an epoch."""
-    more, run = ["step.precision=fp64", "model.dropout=0"], tmp_path / "run"
-    one = APP.cached_run(data, *more)
-    output = APP.on_ranks(4, data, run, *more, *axes, "train.epochs=null", "train.steps=4")
-    assert output.count("finished at step") == 1, "only one rank speaks"
+def test_four_ranks_give_the_loss_curve_of_one_which_resumes_their_run(data: Path, tmp_path: Path, axes: list[str]) -> None:
+    """Replicas, also sharded ones, where each rank reads its part of a turned universe. They stop in the middle of an epoch."""
+    overrides, run = ["step.precision=fp64", "model.dropout=0"], tmp_path / "run"
+    single = APP.cached_run(data, *overrides)
+    output = APP.on_ranks(4, data, run, *overrides, *axes, "train.epochs=null", "train.steps=4")
+    assert output.count("finished at step") == 1, "only one rank logs"
     for kind, name in (("train", "loss"), ("train", "mae"), ("evaluate", "mae")):
-        expected, found = metric_by_step(one, kind, name), metric_by_step(run, kind, name)
-        assert set(found) == ({1, 2, 3, 4} if kind == "train" else {3, 4})
-        assert all(value == pytest.approx(expected.get(step, value), rel=1e-10) for step, value in found.items()), (kind, name)
-    assert APP.run(data, run, *more) == 0 and resumed_from(run) == 4
-    assert metric_by_step(run) == pytest.approx(metric_by_step(one), rel=1e-9) and len(metric_by_step(run)) == 6
+        expected, actual = metric_by_step(single, kind, name), metric_by_step(run, kind, name)
+        assert set(actual) == ({1, 2, 3, 4} if kind == "train" else {3, 4})
+        assert all(value == pytest.approx(expected.get(step, value), rel=1e-10) for step, value in actual.items()), (kind, name)
+    assert APP.run(data, run, *overrides) == 0 and resumed_from(run) == 4
+    assert metric_by_step(run) == pytest.approx(metric_by_step(single), rel=1e-9) and len(metric_by_step(run)) == 6
 
 
-FAST = [
+FAST_CASES = [
     "1 step.precision=bf16-params step.moments=bf16 train.evaluate=background train.keep_validation=true",
     "1 step.optimizer=lamb step.precision=auto step.capture=auto train.collect_every=2 train.profile=[2,3]",
     "2 step.shard=weights step.ema_decay=0.9", "3 mesh.evaluate=1 step.shard=optimizer",
 ]
 
 
-@pytest.mark.parametrize("case", FAST)
-def test_every_fast_setting_trains_as_the_plain_one(data: Path, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", FAST_CASES)
+def test_every_fast_setting_trains_as_the_reference(data: Path, tmp_path: Path, case: str) -> None:
     ranks, *settings = case.split()
-    plain = APP.cached_run(data, *(setting for setting in settings if setting.startswith(("step.optimizer", "step.ema_decay"))))
+    reference = APP.cached_run(data, *(setting for setting in settings if setting.startswith(("step.optimizer", "step.ema_decay"))))
     run = tmp_path / "run"
     APP.on_ranks(int(ranks), data, run, *settings)
-    expected, found = metric_by_step(plain), metric_by_step(run)
-    narrow = "step.precision" in case  # auto is bf16 on some processors
-    assert list(found) == list(expected) and found == pytest.approx(expected, rel=8e-2 if narrow else 1e-3)
+    expected, actual = metric_by_step(reference), metric_by_step(run)
+    low_precision = "step.precision" in case  # auto is bf16 on some processors
+    assert list(actual) == list(expected) and actual == pytest.approx(expected, rel=8e-2 if low_precision else 1e-3)
     scores = metric_by_step(run, "evaluate", "mae")
-    assert list(scores) == [3, 6] and scores == pytest.approx(metric_by_step(plain, "evaluate", "mae"), rel=8e-2)
-    names = load_file(plain / "model.safetensors").keys()
-    assert load_file(run / "model.safetensors").keys() == names, "no switch changes the names of the weights"
+    assert list(scores) == [3, 6] and scores == pytest.approx(metric_by_step(reference, "evaluate", "mae"), rel=8e-2)
+    names = load_file(reference / "model.safetensors").keys()
+    assert load_file(run / "model.safetensors").keys() == names, "no setting changes the names of the weights"
     if "train.profile=[2,3]" in settings:
         assert (run / "profile/rank-0000.json.gz").stat().st_size > 1000

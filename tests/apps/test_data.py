@@ -1,4 +1,4 @@
-"""CosmoFlow's samples: turned cubes, ranges and whitening from the data."""
+"""CosmoFlow's samples: turned cubes, and parameter ranges and whitening from the data."""
 
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_universes(tmp_path_factory.mktemp("data") / "universes", train=2, validation=1, rows=2)
 
 
-def settings(data: Path, *words: str) -> Config:
-    return config.load(Config, None, [f"data.directory={data}", "model.size=32", "data.batch=2", *words])
+def settings(data: Path, *overrides: str) -> Config:
+    return config.load(Config, None, [f"data.directory={data}", "model.size=32", "data.batch=2", *overrides])
 
 
-def test_there_are_48_turns_and_each_keeps_the_redshifts_apart() -> None:
+def test_there_are_48_turns_and_none_mixes_redshifts() -> None:
     cube = np.arange(4 * 4 * 4 * 2).reshape(4, 4, 4, 2)
     source: Any = Universes.__new__(Universes)
     source.turn = 3
     assert len({permute_and_flip(cube, *source._draw_turn(i, 0), MEMORY).tobytes() for i in range(2000)}) == 48
     for i in range(20):
-        once = permute_and_flip(cube, *source._draw_turn(i, 0), MEMORY)
-        assert sorted(once[..., 0].ravel()) == sorted(cube[..., 0].ravel())
+        turned = permute_and_flip(cube, *source._draw_turn(i, 0), MEMORY)
+        assert sorted(turned[..., 0].ravel()) == sorted(cube[..., 0].ravel())
         neighbours = {
-            abs(int(a) - int(b)) for axis in range(3) for a, b in zip(once.take(0, axis).ravel(), once.take(1, axis).ravel())
+            abs(int(a) - int(b)) for axis in range(3) for a, b in zip(turned.take(0, axis).ravel(), turned.take(1, axis).ravel())
         }
         assert neighbours == {2, 8, 32}, "neighbours stay neighbours"
 
@@ -65,15 +65,15 @@ def test_whitened_input_has_no_covariance_and_ranges_come_with_the_data(data: Pa
         assert model.high == (1.0, 1.0, 1.0, 1.0)
 
 
-def test_whitening_is_one_matrix_whatever_the_signs_of_the_eigenvectors() -> None:
+def test_whitening_does_not_depend_on_the_signs_of_eigenvectors() -> None:
     basis = np.random.default_rng(0).standard_normal((4, 4))
     matrix = whitening_matrix(basis @ basis.T)
     np.testing.assert_allclose(matrix, matrix.T, atol=1e-12)
     np.testing.assert_allclose(matrix @ basis @ basis.T @ matrix, np.eye(4), atol=1e-9)
-    assert np.isfinite(whitening_matrix(np.ones((3, 3)))).all(), "redshifts that are all the same"
+    assert np.isfinite(whitening_matrix(np.ones((3, 3)))).all(), "equal redshifts"
 
 
-def test_other_parameters_than_those_of_the_data_are_refused(data: Path) -> None:
+def test_parameters_that_differ_from_those_of_the_data_are_refused(data: Path) -> None:
     with pytest.raises(DataError, match=r"has the parameters \['Omega_m'"):
         build_loaders(settings(data, "model.parameters=[a,b,c,d]"), dist.single_process()).__enter__()
 

@@ -1,4 +1,4 @@
-"""The DeepCAM app as its users start it: alone, on ranks, resumed, with every way to read, and with bad input."""
+"""The DeepCAM app from its command line: on one process, on ranks, resumed, with each reader, and with bad input."""
 
 import json
 from pathlib import Path
@@ -18,16 +18,16 @@ STEPS = ("{unit: steps, warmup: 2, first_step: 1, late: true, after_warmup: true
          " decay_to: [0.1]}")  # fmt: skip
 
 
-def spoil(data: Path, kind: str) -> None:
-    about, index = data / "statistics.json", data / "train/index.json"
+def damage_data(data: Path, kind: str) -> None:
+    statistics, index = data / "statistics.json", data / "train/index.json"
     if kind == "names":
         index.write_text(index.read_text().replace('"TMQ"', '"PWAT"'))
     elif kind == "statistics":
-        about.unlink()
+        statistics.unlink()
     elif kind == "empty class":
-        text = json.loads(about.read_text())
-        text["splits"]["train"]["mask"]["frequency"] = [0.9, 0.0, 0.1]
-        about.write_text(json.dumps(text))
+        content = json.loads(statistics.read_text())
+        content["splits"]["train"]["mask"]["frequency"] = [0.9, 0.0, 0.1]
+        statistics.write_text(json.dumps(content))
     elif kind == "size":
         for split in ("train", "validation"):
             (data / split / "index.json").unlink()
@@ -40,33 +40,33 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    leaves = ["maps.npz"]
-    shows = "iou"
+    artifacts = ["maps.npz"]
+    report_text = "iou"
     jobs = ["2 batchnorm_group=2", "2 mesh.height=2"]
-    close = 1e-6
+    rtol = 1e-6
     configs = ["batch128", "batch2048", "node", "small"]
-    ways = ["data.reader=dali"]
-    # All rules are kept but those that twelve maps cannot: the size of the set, and 0.82 in three steps.
+    data_settings = ["data.reader=dali"]
+    # Twelve maps satisfy all rules except those on the size of the dataset and an IoU of 0.82, not reached in three steps.
     logs = [(
         ["train.target=0.001", "train.seed=3", "train.epochs=1", "step.optimizer=lamb", f"step.schedule={STEPS}"],
         ["eval_accuracy", "eval_samples", "train_samples"],
     )]  # fmt: skip
-    refused = [
+    refusals = [
         ("names", (), "train: has the variables ['PWAT', 'U850'"),
         ("statistics", (), "statistics.json: no statistics of the training maps"),
         ("empty class", ("model.frequencies=null",), "no training map holds a tropical cyclone"),
         ("size", (), "holds maps of 40 x 96 pixels with masks of 40 x 96; expected equal sizes, multiples of 16"),
     ]  # fmt: skip
-    spoil = staticmethod(spoil)
+    damage_data = staticmethod(damage_data)
 
-    def check(self, name: str, cfg: Any) -> None:
+    def check_config(self, name: str, cfg: Any) -> None:
         assert cfg.train.better == "higher"
-        if name.startswith("batch"):  # the published settings, by the sheet of the benchmark
+        if name.startswith("batch"):  # the published settings of the benchmark
             assert (cfg.step.optimizer, cfg.step.eps, cfg.step.weight_decay, cfg.step.clip) == ("lamb", 1e-6, 0.01, 1.0)
             assert f"batch{cfg.data.batch}" == name and cfg.train.target == 0.82 and cfg.step.decay_names == ("*",)
 
 
-def test_maps_are_those_of_the_data_and_of_the_kept_weights(data: Path) -> None:
+def test_maps_are_those_of_the_data_and_of_the_saved_weights(data: Path) -> None:
     run = APP.cached_run(data)
     maps = np.load(run / "maps.npz", allow_pickle=False)
     assert maps["fields"].shape == (2, 64, 96, 16) and maps["true"].shape == maps["predicted"].shape == (2, 64, 96)

@@ -1,4 +1,4 @@
-"""The diffusion app as its users start it: alone, on ranks, resumed, with every way to read, and with bad input."""
+"""The diffusion app from its command line: on one process, on ranks, resumed, with each reader, and with bad input."""
 
 import json
 from dataclasses import replace
@@ -14,65 +14,65 @@ from hpcai.models.diffusion import Batch, Condition, Diffusion, score
 from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import ROOT, metric_by_step
 from tests.apps.small_apps import DIFFUSION as APP
-from tests.apps.small_apps import prepared
+from tests.apps.small_apps import simulator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def spoil(data: Path, kind: str) -> None:
+def damage_data(data: Path, kind: str) -> None:
     index = data / "train/index.json"
     if kind == "periodic":
-        about = json.loads(index.read_text())
-        about["periodic"] = [False, True]
-        index.write_text(json.dumps(about))
+        content = json.loads(index.read_text())
+        content["periodic"] = [False, True]
+        index.write_text(json.dumps(content))
 
 
 class TestContract(AppContract):
-    leaves = ["ensembles.npz"]
-    shows = "Ensembles of unseen fields"
+    artifacts = ["ensembles.npz"]
+    report_text = "Ensembles of unseen fields"
     jobs = ["4 mesh.height=2"]
     configs = ["flux", "parameters", "sd2-64gpus", "sd2-node", "sd2", "small", "small3d", "weather"]
-    ways = ["data.reader=hdf5"]
+    data_settings = ["data.reader=hdf5"]
     rules = "training", "6.1.0"
-    # All rules are kept but those that fix how often is evaluated, and the quality.
+    # All rules are satisfied except those on the frequency of evaluations and the quality.
     logs = [(
         ["benchmark=flux1", "data.evaluation_place=0", "step.precision=fp32", "step.betas=[0.9, 0.95]", "step.weight_decay=0.1",
          "step.schedule.unit=steps"],
         ["eval_accuracy", "evaluation_frequency"],
     )]  # fmt: skip
-    refused = [
+    refusals = [
         ("periodic", (), "its dims are periodic as [false, true], model.unet.periodic is another list"),
         ("", ("model.size=[1, 8, 8]",), "samples are [1, 16, 16], model.size is [1, 8, 8]"),
         ("", ("model.unet.parameters=3",), "parameters"), ("", ("model.sampler.method=ddim",), "ddim needs a schedule"),
         ("", ("report.sinks=[mlperf]",), "to the MLPerf"), ("", ("benchmark=flux1",), "MLPerf's flux1 has 0; set it to 0"),
     ]  # fmt: skip
-    spoil = staticmethod(spoil)
+    damage_data = staticmethod(damage_data)
 
-    def check(self, name: str, cfg: Any) -> None:
-        if name.startswith(("sd2", "flux")):  # a constant rate and no average, in MLPerf and here
+    def check_config(self, name: str, cfg: Any) -> None:
+        if name.startswith(("sd2", "flux")):  # a constant learning rate and no weight average, as in MLPerf
             assert cfg.step.schedule.decay == "none" and cfg.step.ema_decay is None
             rate = {"sd2": 8e-6, "sd2-node": 6.4e-5, "sd2-64gpus": 1.2288e-4, "flux": 2.5e-4}[name]
             assert cfg.step.lr == rate and cfg.benchmark == {"sd2": None, "flux": "flux1"}.get(name, "stable_diffusion")
 
 
-def test_ensembles_are_those_of_the_kept_weights(data: Path) -> None:
+def test_ensembles_are_those_of_the_saved_weights(data: Path) -> None:
     run = APP.cached_run(data)
-    drawn = np.load(run / "ensembles.npz", allow_pickle=False)
+    ensembles = np.load(run / "ensembles.npz", allow_pickle=False)
     shapes = {"truth": (3, 1, 16, 16), "members": (3, 4, 1, 16, 16), "field": (3, 1, 4, 4)}
-    assert {name: drawn[name].shape for name in shapes} == shapes
+    assert {name: ensembles[name].shape for name in shapes} == shapes
     with h5py.File(data / "validation/fields_000000.h5") as file:
-        assert np.array_equal(drawn["truth"], file["high"][:3]) and np.array_equal(drawn["field"], file["low"][:3])
+        assert np.array_equal(ensembles["truth"], file["high"][:3]) and np.array_equal(ensembles["field"], file["low"][:3])
     assert set(metric_by_step(run, "evaluate", "loss_8")) and 0 < metric_by_step(run, "evaluate", "loss").popitem()[1] < 3
 
     model = Diffusion.load(run)
     assert model.cfg.size == (1, 16, 16) and model.cfg.fields is not None and model.cfg.fields.names == ("density",)
-    low = torch.from_numpy(drawn["field"])
+    low = torch.from_numpy(ensembles["field"])
     members = model.sample(Condition(field=low), 4)
-    np.testing.assert_allclose(members.transpose(0, 1).numpy(), drawn["members"], atol=1e-5)
-    one = model.sample(Condition(field=low[1:2]), 4, indices=torch.tensor([1]))
-    torch.testing.assert_close(one[:, 0], members[:, 1], rtol=0, atol=1e-5)
-    density = model.to_physical(torch.from_numpy(drawn["truth"]))
-    torch.testing.assert_close(model.standardize(density), torch.from_numpy(drawn["truth"]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(members.transpose(0, 1).numpy(), ensembles["members"], atol=1e-5)
+    single = model.sample(Condition(field=low[1:2]), 4, indices=torch.tensor([1]))
+    torch.testing.assert_close(single[:, 0], members[:, 1], rtol=0, atol=1e-5)
+    density = model.to_physical(torch.from_numpy(ensembles["truth"]))
+    torch.testing.assert_close(model.standardize(density), torch.from_numpy(ensembles["truth"]), rtol=1e-4, atol=1e-5)
     assert density.min() > -0.05 and 0.5 < float(density.mean()) < 2
 
 
@@ -86,64 +86,64 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
-    kind, words = KINDS[name]
-    prepared("fields", f"--samples 12 --validation 0.4 --rows 6 --kind {kind}")(tmp_path / "data")
-    few = ["data.batch=2", "data.evaluation_batch=4", "data.drawn=2", "data.members=2", "model.sampler.steps=2", "train.steps=2"]
-    app = replace(APP, quick=[*words, *few, "step.schedule.decay=none", "step.schedule.warmup=0", "data.workers=1"])
+    kind, settings = KINDS[name]
+    simulator("fields", f"--samples 12 --validation 0.4 --rows 6 --kind {kind}")(tmp_path / "data")
+    small = ["data.batch=2", "data.evaluation_batch=4", "data.drawn=2", "data.members=2", "model.sampler.steps=2", "train.steps=2"]
+    app = replace(APP, quick_settings=[*settings, *small, "step.schedule.decay=none", "step.schedule.warmup=0", "data.workers=1"])
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(app), "small", property(lambda self: ROOT / f"apps/diffusion/configs/{name}.yaml"))
+        patch.setattr(type(app), "small_config", property(lambda self: ROOT / f"apps/diffusion/configs/{name}.yaml"))
         assert app.run(tmp_path / "data", run) == 0
-    drawn, model = np.load(run / "ensembles.npz"), Diffusion.load(run)
-    assert np.isfinite(drawn["members"]).all() and drawn["members"].shape[2:] == model.cfg.size
-    assert ("field" in drawn) == (name != "parameters") == ("parameters" not in drawn)
+    ensembles, model = np.load(run / "ensembles.npz"), Diffusion.load(run)
+    assert np.isfinite(ensembles["members"]).all() and ensembles["members"].shape[2:] == model.cfg.size
+    assert ("field" in ensembles) == (name != "parameters") == ("parameters" not in ensembles)
 
     from hpcai.cli.report import draw_run
 
     assert "Ensembles beside one field" in draw_run(run).read_text()
 
 
-def test_held_out_samples_are_measured_where_the_settings_say(data: Path) -> None:
-    """At the beginning of each eighth of the times, as MLPerf's Flux.1 is, and not in its middle."""
+def test_held_out_samples_are_scored_at_the_times_of_the_settings(data: Path) -> None:
+    """At the start of each eighth of the time range, as in MLPerf's Flux.1, rather than at its middle."""
     run = APP.cached_run(data, "data.evaluation_place=0", "step.ema_decay=null", "step.lr=0.03", "step.precision=fp32")
-    held: dict[str, list[np.ndarray]] = {"high": [], "low": []}
+    validation: dict[str, list[np.ndarray]] = {"high": [], "low": []}
     for path in sorted((data / "validation").glob("*.h5")):
         with h5py.File(path) as file:
-            for name, parts in held.items():
+            for name, parts in validation.items():
                 parts.append(file[name][:])
-    high, low = (torch.from_numpy(np.concatenate(parts)) for parts in held.values())
+    high, low = (torch.from_numpy(np.concatenate(parts)) for parts in validation.values())
     number = torch.arange(len(high))
     batch = Batch(high, number, torch.zeros_like(number), low)
     model = Diffusion.load(run)
 
-    def by_hand(place: float) -> dict[str, float]:
+    def compute_losses(position: float) -> dict[str, float]:
         with torch.no_grad():
-            sums, finish = score(model, batch, place)["levels"]
-        found: dict[str, float] = finish(*sums)
-        return found
+            sums, finish = score(model, batch, position)["levels"]
+        losses: dict[str, float] = finish(*sums)
+        return losses
 
     names = ("loss_1", "loss_5", "loss_8")
-    found = [metric_by_step(run, "evaluate", name)[6] for name in names]
-    assert found == pytest.approx([by_hand(0.0)[name] for name in names], rel=1e-4)
-    assert all(by_hand(0.5)[name] != pytest.approx(value, rel=1e-3) for name, value in zip(names, found))
+    actual = [metric_by_step(run, "evaluate", name)[6] for name in names]
+    assert actual == pytest.approx([compute_losses(0.0)[name] for name in names], rel=1e-4)
+    assert all(compute_losses(0.5)[name] != pytest.approx(value, rel=1e-3) for name, value in zip(names, actual))
 
 
-def test_a_part_of_a_turned_field_is_that_of_the_whole_and_little_else_is_read(tmp_path: Path) -> None:
+def test_a_shard_of_a_turned_field_equals_that_of_the_full_field_and_reads_little_else(tmp_path: Path) -> None:
     from apps.diffusion.data import Fields
     from hpcai.data import Rows
 
-    prepared("fields", "--samples 4 --validation 0.5 --rows 2 --kind volumes --size 8")(tmp_path)
+    simulator("fields", "--samples 4 --validation 0.5 --rows 2 --kind volumes --size 8")(tmp_path)
     fields: dict[str, tuple] = {"high": ("float32", (1, 8, 8, 8)), "low": ("float32", (1, 2, 2, 2))}
-    rows, all_of = Rows(tmp_path / "train", fields, "make them"), slice(0, 8)
-    every, read, boxes = Fields(rows, 7), 0, [(all_of, slice(2, 5), all_of), (slice(3, 8), slice(0, 4), all_of)]
+    rows, full_range = Rows(tmp_path / "train", fields, "make them"), slice(0, 8)
+    unsharded, read, boxes = Fields(rows, 7), 0, [(full_range, slice(2, 5), full_range), (slice(3, 8), slice(0, 4), full_range)]
     for box in boxes:
-        part = Fields(rows, 7, box=box)
+        sharded = Fields(rows, 7, box=box)
         for index, epoch in ((index, epoch) for index in range(2) for epoch in range(20)):
-            own, whole = part.sample(index, epoch), every.sample(index, epoch)
-            assert np.array_equal(own.sample, whole.sample[(slice(None), *box)]) and np.array_equal(own.field, whole.field)
-            where = part.selection(index, epoch)
-            read += where is not None and where["high"][1].stop - where["high"][1].start < 8
-    assert read > 20, "and often that alone is read"
-    plain = Fields(rows, box=boxes[1])
-    assert plain.selection(1, 0) == {"high": (slice(None), slice(3, 8))}
-    assert np.array_equal(plain.sample(1, 0).sample, Fields(rows).sample(1, 3).sample[:, 3:8, 0:4])
+            shard, full = sharded.sample(index, epoch), unsharded.sample(index, epoch)
+            assert np.array_equal(shard.sample, full.sample[(slice(None), *box)]) and np.array_equal(shard.field, full.field)
+            selection = sharded.selection(index, epoch)
+            read += selection is not None and selection["high"][1].stop - selection["high"][1].start < 8
+    assert read > 20, "often only the shard is read"
+    unturned = Fields(rows, box=boxes[1])
+    assert unturned.selection(1, 0) == {"high": (slice(None), slice(3, 8))}
+    assert np.array_equal(unturned.sample(1, 0).sample, Fields(rows).sample(1, 3).sample[:, 3:8, 0:4])

@@ -1,4 +1,4 @@
-"""The app of language models as its users start it: alone, on ranks, stopped, resumed, with adapters, and with bad input."""
+"""The LLM app from its command line: on one process, on ranks, stopped, resumed, with adapters, and with bad input."""
 
 import json
 import re
@@ -30,15 +30,15 @@ from tests.apps.small_apps import LLM as APP
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def spoil(data: Path, kind: str) -> None:
+def damage_data(data: Path, kind: str) -> None:
     def change(file: h5py.File) -> None:
         file["tokens"][1, 3] = 300
 
     damage(data, kind, {"token": change})
-    about = json.loads((data / "text.json").read_text())
+    metadata = json.loads((data / "text.json").read_text())
     changes: dict[str, Any] = {"vocabulary": 5000, "sequence": 31, "type": "float32"}
     if kind in changes:
-        (data / "text.json").write_text(json.dumps(about | {kind: changes[kind]}))
+        (data / "text.json").write_text(json.dumps(metadata | {kind: changes[kind]}))
     if kind in ("no text.json", "no tokenizer.json"):
         (data / kind.removeprefix("no ")).unlink()
     if kind == "tokenizer":
@@ -46,22 +46,22 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    leaves = ["config.json", "text.npz", "tokenizer.json", "tokenizer_config.json"]
-    shows = "Continued texts"
-    exactly: list[str] = []
+    artifacts = ["config.json", "text.npz", "tokenizer.json", "tokenizer_config.json"]
+    report_text = "Continued texts"
+    exact: list[str] = []
     jobs = ["2 mesh.context=2", "4 mesh.tensor=2 step.shard=optimizer", "3 mesh.evaluate=1",
             "4 mesh.pipeline=2 mesh.tensor=2 step.accumulate=2 stages.schedule=gpipe"]  # fmt: skip
-    close = 2e-5
+    rtol = 2e-5
     compared = {"train": ("loss",), "evaluate": ("bits_per_byte",)}
     configs = ["gpt3", "llama2-70b-lora", "llama2-7b", "llama31-405b", "llama31-8b", "proteins", "small"]
-    ways = ["data.stage=$OWN_DISK/data"]
+    data_settings = ["data.stage=$OWN_DISK/data"]
     rules = "training", "6.1.0"
-    # All rules are kept but those that fix the size of data, rows and schedule, and the quality.
+    # All rules are satisfied except those on the size of data, rows and schedule, and the quality.
     logs = [(
         ["benchmark=llama31_8b", "train.target=0.001", "data.pictures=0", "step.schedule={decay: cosine, length: 5, warmup: 1}"],
         ["eval_accuracy", "max_sequence_length", "opt_learning_rate_decay_steps", "opt_adamw_epsilon", "eval_samples", "max_steps"],
     )]  # fmt: skip
-    refused = [
+    refusals = [
         ("token", (), "token 300"),
         ("vocabulary", (), "has 5,000 tokens, model.vocabulary is 260"), ("sequence", (), "tokens"), ("type", (), "type: Input"),
         ("no text.json", (), "data_prep.text python"), ("no tokenizer.json", (), "tokenizer.json: cannot be read"),
@@ -71,81 +71,81 @@ class TestContract(AppContract):
         ("", ("data.learn=answers",), "convert with --chat or --answer"),
         ("", ("lora={rank: 2}",), "start.weights is null"), ("", ("report.sinks=[mlperf]",), "set it to the MLPerf benchmark"),
     ]  # fmt: skip
-    spoil = staticmethod(spoil)
+    damage_data = staticmethod(damage_data)
 
 
 def test_bits_per_byte_are_those_of_the_text(data: Path) -> None:
-    """All tokens of the validation rows, the first of each document too, are said from those before them in it."""
-    run, held = APP.cached_run(data), open_rows(Config(), "validation", dist.single_process(), data)
+    """Each token of the validation rows, also the first of a document, is predicted from the tokens before it in its document."""
+    run, rows = APP.cached_run(data), open_rows(Config(), "validation", dist.single_process(), data)
     model, tokenizer = LLM.load(run / "model.safetensors").double(), Tokenizer.load(data)
-    tokens = np.stack([held.read(index)["tokens"] for index in range(len(held))]).astype(int)
-    whole = tokenizer.decode(np.append(tokens[:, :-1].ravel(), tokens[-1, -1]).tolist(), skip_special=True)
+    tokens = np.stack([rows.read(index)["tokens"] for index in range(len(rows))]).astype(int)
+    decoded = tokenizer.decode(np.append(tokens[:, :-1].ravel(), tokens[-1, -1]).tolist(), skip_special=True)
     nats = 0.0
     for row in tokens.tolist():
-        begins = [0, *(place for place in range(1, 33) if row[place] == tokenizer.eos)]
+        begins = [0, *(position for position in range(1, 33) if row[position] == tokenizer.eos)]
         for begin, end in zip(begins, [*begins[1:], 32]):
-            if end > begin:  # what is said after ``begin``, up to the token that ends the document
+            if end > begin:  # tokens after ``begin``, up to the one that ends the document
                 nats -= llm.likelihoods(model, row[begin : begin + 1], [row[begin + 1 : end + 1]])[0]
-    found = metric_by_step(run, "evaluate", "bits_per_byte")[6]
-    said = len(whole.encode()) - len(tokenizer.decode(tokens[0, :1].tolist()).encode())
-    assert found == pytest.approx(nats / np.log(2) / said, rel=1e-5)
-    bits = np.load(run / "text.npz")
-    assert bits["names"][-1] == "this model" and bits["counts"].sum() == 2 * 32
+    actual = metric_by_step(run, "evaluate", "bits_per_byte")[6]
+    num_bytes = len(decoded.encode()) - len(tokenizer.decode(tokens[0, :1].tolist()).encode())
+    assert actual == pytest.approx(nats / np.log(2) / num_bytes, rel=1e-5)
+    scores = np.load(run / "text.npz")
+    assert scores["names"][-1] == "this model" and scores["counts"].sum() == 2 * 32
     assert metric_by_step(run, "evaluate", "loss")[6] == pytest.approx(nats / (tokens.size - len(tokens)), rel=1e-5)
 
 
-def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -> None:
-    start, words = APP.cached_run(data), ("lora={rank: 2, targets: [q_proj, down_proj]}", "step.lr=1e-2")
+def test_only_adapters_are_trained_and_saved(data: Path, tmp_path: Path) -> None:
+    start, overrides = APP.cached_run(data), ("lora={rank: 2, targets: [q_proj, down_proj]}", "step.lr=1e-2")
     sizes = ("vocabulary", "width", "layers", "heads", "inner", "positions")
-    run, two = tmp_path / "run", tmp_path / "two"
-    assert APP.run(data, run, f"start.weights={start}", *words) == 0
+    run, sharded = tmp_path / "run", tmp_path / "sharded"
+    assert APP.run(data, run, f"start.weights={start}", *overrides) == 0
     assert sorted(path.name for path in (run / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert not (run / "model.safetensors").exists()
     model = LLM.load(start)
     assert all(getattr(model.cfg, name) == getattr(LLM.load(start / "model.safetensors").cfg, name) for name in sizes)
     llm.load_adapter(model, run / "adapter")
-    held = Texts(open_rows(Config(), "validation", dist.single_process(), data), read_metadata(data), "apart", "all")
-    rows = [held.sample(index, 0) for index in range(len(held))]
+    validation = Texts(open_rows(Config(), "validation", dist.single_process(), data), read_metadata(data), "apart", "all")
+    rows = [validation.sample(index, 0) for index in range(len(validation))]
     batch = llm.Batch(*(torch.from_numpy(np.stack([row[k] for row in rows])) for k in range(4)))
     with torch.no_grad():
         total, count = llm.score(model, batch)["loss"]
     assert float(total) / float(count) == pytest.approx(metric_by_step(run, "evaluate")[6], rel=1e-5)
-    assert metric_by_step(run, "evaluate")[6] < 0.999 * metric_by_step(start, "evaluate")[6], "they learnt"
-    APP.on_ranks(2, data, two, f"start.weights={start}", *words, "mesh.tensor=2")
-    assert metric_by_step(two) == pytest.approx(metric_by_step(run), rel=2e-5)
-    assert APP.run(data, run, f"start.weights={start}", *words, "train.epochs=3") == 0, "it goes on"
+    assert metric_by_step(run, "evaluate")[6] < 0.999 * metric_by_step(start, "evaluate")[6], "adapters learn"
+    APP.on_ranks(2, data, sharded, f"start.weights={start}", *overrides, "mesh.tensor=2")
+    assert metric_by_step(sharded) == pytest.approx(metric_by_step(run), rel=2e-5)
+    assert APP.run(data, run, f"start.weights={start}", *overrides, "train.epochs=3") == 0, "the run resumes"
     assert len(metric_by_step(run)) == 9
 
 
 GPT = ["model.rotary=null", "model.norm=layer", "model.feed=gelu", "model.bias=true"]
 
 
-def test_training_goes_on_from_a_folder_of_gpt2(data: Path, tmp_path: Path) -> None:
-    """As Hugging Face has it, and as a run leaves it: on any number of processes the same."""
+def test_training_starts_from_a_folder_of_gpt2(data: Path, tmp_path: Path) -> None:
+    """In Hugging Face's format on one rank, and from the folder of a run on two: the loss curves are equal."""
     first = APP.cached_run(data, *GPT)
     model = LLM.load(first)
     save_folder(model.state_dict(), model.cfg, tmp_path / "folder")
-    ways = {"one": (1, tmp_path / "folder"), "ours": (2, first, "mesh.tensor=2")}
-    for name, (ranks, start, *more) in ways.items():
-        APP.on_ranks(ranks, data, tmp_path / name, f"start.weights={start}", *GPT, *more)
-        assert metric_by_step(tmp_path / name) == pytest.approx(metric_by_step(tmp_path / "one"), rel=2e-5)
-    assert metric_by_step(tmp_path / "one")[1] < 0.99 * metric_by_step(first)[1]
+    starts = {"single": (1, tmp_path / "folder"), "sharded": (2, first, "mesh.tensor=2")}
+    for name, (ranks, start, *overrides) in starts.items():
+        APP.on_ranks(ranks, data, tmp_path / name, f"start.weights={start}", *GPT, *overrides)
+        assert metric_by_step(tmp_path / name) == pytest.approx(metric_by_step(tmp_path / "single"), rel=2e-5)
+    assert metric_by_step(tmp_path / "single")[1] < 0.99 * metric_by_step(first)[1]
 
 
-def test_what_cannot_fit_is_refused_before_anything_is_made(
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("apps.llm.data.build_model", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr("apps.llm.data.build_model", lambda *_: pytest.fail("a model was built"))
     monkeypatch.setattr("apps.llm.data.build_loaders", lambda *_: pytest.fail("data were read"))
-    words, begin = ["model.width=65536", "model.layers=512", "model.heads=512", "model.inner=262144"], time.process_time()
-    APP.check_refused(data, tmp_path / "run", words, "a rank needs", capsys)
-    assert time.process_time() - begin < 10 and not (tmp_path / "run").exists()
+    overrides, start = ["model.width=65536", "model.layers=512", "model.heads=512", "model.inner=262144"], time.process_time()
+    APP.check_refused(data, tmp_path / "run", overrides, "a rank needs", capsys)
+    assert time.process_time() - start < 10 and not (tmp_path / "run").exists()
 
 
-def test_the_weights_of_all_layers_decay_and_those_of_adapters_where_they_are_trained() -> None:
-    words, model = Config().step, LLM(LLMConfig(vocabulary=9, width=8, layers=1, heads=2, inner=8, positions=4))
-    assert match_decay_names(model, words) == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
-    assert len(match_decay_names(llm.adapt(model, llm.LoRAConfig(rank=2)), words)) == 2 * len(llm.LoRAConfig().targets)
+def test_weights_of_projections_decay_and_those_of_adapters_if_they_are_trained() -> None:
+    cfg, model = Config().step, LLM(LLMConfig(vocabulary=9, width=8, layers=1, heads=2, inner=8, positions=4))
+    assert match_decay_names(model, cfg) == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    assert len(match_decay_names(llm.adapt(model, llm.LoRAConfig(rank=2)), cfg)) == 2 * len(llm.LoRAConfig().targets)
 
 
 def test_weights_of_other_sizes_and_tokenizers_are_refused(
@@ -162,45 +162,45 @@ def test_weights_of_other_sizes_and_tokenizers_are_refused(
 
 
 def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None:
-    other, seen = tmp_path / "other", [0, 0]
-    APP.make(other)
+    other, counts = tmp_path / "other", [0, 0]
+    APP.make_data(other)
     from apps.llm.data import build_loaders
 
-    words = [str(APP.small), *APP.quick, f"data.directory={data}", f"data.blend={{{other}: 0.5}}"]
-    cfg = config.load(Config, words[0], words[1:])
+    args = [str(APP.small_config), *APP.quick_settings, f"data.directory={data}", f"data.blend={{{other}: 0.5}}"]
+    cfg = config.load(Config, args[0], args[1:])
     with build_loaders(cfg, dist.single_process()) as (training, _, _):
         assert len(training) == 4 and training.batch_size == 8, "24 rows, and half as many"
         for epoch in range(2):
             order = training.sampler.order(epoch)
-            seen = [count + int(part.sum()) for count, part in zip(seen, (order < 24, order >= 24))]
-    assert seen == [48, 24]
+            counts = [count + int(part.sum()) for count, part in zip(counts, (order < 24, order >= 24))]
+    assert counts == [48, 24]
     assert APP.run(data, tmp_path / "run", f"data.blend={{{other}: 0.5}}") == 0 and len(metric_by_step(tmp_path / "run")) == 8
 
 
-def test_answers_alone_are_learnt_and_judged(tmp_path: Path) -> None:
-    """Of packed questions with answers: what an answer costs is said after its question, and nothing of another one."""
+def test_only_answers_are_trained_on_and_scored(tmp_path: Path) -> None:
+    """In packed rows, the loss of an answer depends on its question and on no other pair."""
     lines = [{"q": f"{number}+{number}?", "a": f" {2 * number}."} for number in range(60)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data, run = tmp_path / "data", tmp_path / "run"
-    words = ["--tokenizer", "bytes", "--sequence", "32", "--held-out", "0.3", "--prompt", "q", "--answer", "a", "--workers", "1"]
-    assert text.main(["convert", str(tmp_path / "sums.jsonl"), str(data), *words]) == 0
-    asked = ("data.learn=answers", "data.judge=answers", "data.batch=1", "step.lr=1e-2", "train.epochs=1")
-    assert APP.run(data, run, *asked, "data.evaluation_batch=2") == 0
-    opened = [open_rows(Config(), split, dist.single_process(), data) for split in ("train", "validation")]
-    sets = [[rows.read(n) for n in range(len(rows))] for rows in opened]
-    placed = [[[n for begin, end in row["spans"] for n in range(max(begin, 1), end)] for row in rows] for rows in sets]
-    assert sum(metric_by_step(run, name="tokens").values()) == sum(map(len, placed[0])) < 0.6 * 32 * len(sets[0])
+    args = ["--tokenizer", "bytes", "--sequence", "32", "--held-out", "0.3", "--prompt", "q", "--answer", "a", "--workers", "1"]
+    assert text.main(["convert", str(tmp_path / "sums.jsonl"), str(data), *args]) == 0
+    overrides = ("data.learn=answers", "data.judge=answers", "data.batch=1", "step.lr=1e-2", "train.epochs=1")
+    assert APP.run(data, run, *overrides, "data.evaluation_batch=2") == 0
+    readers = [open_rows(Config(), split, dist.single_process(), data) for split in ("train", "validation")]
+    samples = [[rows.read(n) for n in range(len(rows))] for rows in readers]
+    answers = [[[n for begin, end in row["spans"] for n in range(max(begin, 1), end)] for row in rows] for rows in samples]
+    assert sum(metric_by_step(run, name="tokens").values()) == sum(map(len, answers[0])) < 0.6 * 32 * len(samples[0])
     model, nats, eos = LLM.load(run).double(), 0.0, Tokenizer.load(data).eos
-    for row, places in zip(sets[1], placed[1]):
+    for row, positions in zip(samples[1], answers[1]):
         tokens = row["tokens"].tolist()
-        for n in places:
+        for n in positions:
             begin = max([0, *(k for k in range(n) if tokens[k] == eos)])
             nats -= llm.likelihoods(model, tokens[begin:n], [[tokens[n]]])[0]
-    assert metric_by_step(run, "evaluate")[len(sets[0])] == pytest.approx(nats / sum(map(len, placed[1])), rel=1e-5)
+    assert metric_by_step(run, "evaluate")[len(samples[0])] == pytest.approx(nats / sum(map(len, answers[1])), rel=1e-5)
 
 
-def commands(page: str) -> list[list[str]]:
-    """The lines of the first block of commands."""
+def read_commands(page: str) -> list[list[str]]:
+    """Return the commands of the first shell block, split into arguments."""
     block = re.findall(r"```sh\n(.*?)```", page, re.S)[0]
     return [shlex.split(line, comments=True) for line in block.splitlines()]
 
@@ -208,11 +208,11 @@ def commands(page: str) -> list[list[str]]:
 def test_three_commands_go_from_a_folder_of_text_to_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of the page, on a library of a few files and with a smaller model, and then its cell for a notebook."""
+    """Run the commands of the page on a library of a few files with a smaller model, then its notebook cell."""
     page = (ROOT / "apps/llm/README.md").read_text()
-    prepare, fit, say = commands(page)
-    for words, module in ((prepare, "data_prep.text"), (fit, "apps.llm"), (say, "apps.llm")):
-        assert words[:3] == ["python", "-m", module]
+    prepare, fit, generate = read_commands(page)
+    for command, module in ((prepare, "data_prep.text"), (fit, "apps.llm"), (generate, "apps.llm")):
+        assert command[:3] == ["python", "-m", module]
     (tmp_path / "lib").mkdir()
     for number in range(40):
         (tmp_path / f"lib/part{number}.py").write_text(f"def main(value):\n    return value + {number}\n" * 20)
@@ -220,13 +220,13 @@ def test_three_commands_go_from_a_folder_of_text_to_text(
     monkeypatch.chdir(tmp_path)
     assert text.main([*prepare[3:], "--sequence", "32", "--tokenizer", "train:300", "--held-out", "0.2", "--workers", "1"]) == 0
     tiny = ["model.width=16", "model.layers=1", "model.heads=2", "model.inner=24", "train.steps=4"]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         config.run(Config, import_module("apps.llm.__main__").main, [str(ROOT / fit[3]), *fit[4:], *tiny])
-    assert ended.value.code == 0
+    assert error.value.code == 0
     capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["apps.llm", *say[3:]])
-    assert say[3] == "generate"
-    import_module("apps.llm.generate").run([*say[4:], "most=12"])
+    monkeypatch.setattr(sys, "argv", ["apps.llm", *generate[3:]])
+    assert generate[3] == "generate"
+    import_module("apps.llm.generate").run([*generate[4:], "most=12"])
     assert len(capsys.readouterr().out.strip()) > 5
     (cell,) = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {}
@@ -234,9 +234,9 @@ def test_three_commands_go_from_a_folder_of_text_to_text(
     assert str(names["model"].generate("def main(", temperature=0.8, top_p=0.95, most=9)) in capsys.readouterr().out
 
 
-def test_documents_joined_see_what_stands_before(data: Path) -> None:
-    rows, about = open_rows(Config(), "validation", dist.single_process(), data), read_metadata(data)
-    joined, apart = (Texts(rows, about, how, "all").sample(3, 0) for how in ("joined", "apart"))
+def test_joined_documents_have_no_document_numbers(data: Path) -> None:
+    rows, metadata = open_rows(Config(), "validation", dist.single_process(), data), read_metadata(data)
+    joined, apart = (Texts(rows, metadata, mode, "all").sample(3, 0) for mode in ("joined", "apart"))
     assert joined.documents is None and apart.documents is not None
     np.testing.assert_array_equal(joined.tokens, apart.tokens)
     eos = Tokenizer.load(data).eos

@@ -1,4 +1,4 @@
-"""What a language model's run needs, before anything is allocated: against a recording of its step, each cut and setting."""
+"""The memory estimate of LLM training: equal to a recording of a step, for each form of parallelism and setting."""
 
 import gc
 import subprocess
@@ -39,66 +39,66 @@ MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers
          "data.directory=nowhere")  # fmt: skip
 LORA = ("lora={rank: 16}", "start.weights=there")
 GPT = ("model={rotary: null, norm: layer, feed: gelu, bias: true, tied: true, inner: 8192}", "step.precision=fp32")
-AGAIN, SELECTIVE, FLOAT8 = "model.recompute=layers", "model.recompute=selective", "step.matmul=fp8"
+RECOMPUTE, SELECTIVE, FLOAT8 = "model.recompute=layers", "model.recompute=selective", "step.matmul=fp8"
 PIPELINE = ("mesh.pipeline=2", "step.accumulate=4")
 CASES: dict[str, tuple[int, Sequence[str]]] = {
-    "whole": (1, ()),
-    "float32, again": (1, ("step.precision=fp32", AGAIN)),
+    "unsharded": (1, ()),
+    "float32, recomputed": (1, ("step.precision=fp32", RECOMPUTE)),
     "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.ema_decay=0.9")),
     "selective": (1, (SELECTIVE,)),
     "fp8": (1, (FLOAT8,)),
     "documents over context": (2, ("data.documents=apart", "mesh.context=2")),
     "GPT": (1, GPT),
-    "optimizer divided": (2, ("data.batch=8", "step.shard=optimizer")),
-    "weights divided": (2, ("data.batch=8", "step.shard=weights")),
+    "sharded optimizer": (2, ("data.batch=8", "step.shard=optimizer")),
+    "sharded weights": (2, ("data.batch=8", "step.shard=weights")),
     "tensor": (4, ("mesh.tensor=4",)),
     "fewer keys than ranks": (8, ("mesh.tensor=8", "model.key_heads=4")),
     "tensor and context": (4, ("mesh.tensor=2", "mesh.context=2")),
     "interleaved": (2, (*PIPELINE, "stages.per_rank=2")),
     "pipeline and tensor": (4, (*PIPELINE, "mesh.tensor=2")),
     "adapters with dropout": (1, (*LORA, "lora.dropout=0.1")),
-    "adapters, tensor": (4, (*LORA, AGAIN, "mesh.tensor=4")),
+    "adapters, tensor": (4, (*LORA, RECOMPUTE, "mesh.tensor=4")),
 }  # fmt: skip
 
 
-def settings(*words: str) -> Config:
-    return config.load(Config, None, [*MODEL, *words])
+def load_config(*overrides: str) -> Config:
+    return config.load(Config, None, [*MODEL, *overrides])
 
 
-def need(cfg: Config, world: int) -> float:
+def estimated_bytes(cfg: Config, world: int) -> float:
     return sum(memory.estimate_bytes(cfg, world).values())
 
 
-class Polled(StepTracer):
-    """Memory of tensors whose storages grow and shrink, as torch's ``fully_shard`` has it."""
+class StorageTracer(StepTracer):
+    """A tracer of storages that grow and shrink, like those of torch's ``fully_shard``."""
 
     def __init__(self) -> None:
         super().__init__(kernels=True)
-        self.seen: dict[int, Any] = {}
+        self.storages: dict[int, Any] = {}
 
     def _track(self, tensor: Tensor) -> None:
         memory = tensor.untyped_storage()
-        self.seen[memory._cdata] = weakref.ref(memory)
-        live = [storage for one in self.seen.values() if (storage := one()) is not None]
-        self.seen = {storage._cdata: weakref.ref(storage) for storage in live}
+        self.storages[memory._cdata] = weakref.ref(memory)
+        live = [storage for reference in self.storages.values() if (storage := reference()) is not None]
+        self.storages = {storage._cdata: weakref.ref(storage) for storage in live}
         self._bytes = sum(storage.nbytes() for storage in live)
         self._trace.peak = max(self._trace.peak, self._bytes)
 
 
 @contextmanager
-def job(cfg: Config, world: int) -> Iterator[StepTracer]:
-    """The first of ``world`` processes, on paper; what reads numbers, or a CPU has not, is replaced by what it gives."""
+def trace_job(cfg: Config, world: int) -> Iterator[StepTracer]:
+    """A tracer of rank 0 of ``world`` on fake tensors; functions that read values, or that a CPU lacks, are replaced."""
     micro = cfg.data.batch // (memory.MeshSizes.from_config(cfg, world).replicate * cfg.step.accumulate)
     size = micro, TOKENS // (cfg.mesh.tensor * cfg.mesh.context), cfg.model.width
     dtype = torch.bfloat16 if cfg.step.precision == "bf16-params" else torch.float32
 
-    def fixed(*args: Any, **words: Any) -> GradientReducer:
-        return GradientReducer(*args, **words | {"fixed": True})  # buckets, as on a GPU
+    def build_reducer(*args: Any, **kwargs: Any) -> GradientReducer:
+        return GradientReducer(*args, **kwargs | {"fixed": True})  # buckets, as on a GPU
 
-    def learned(self: Any, *_: Any) -> list[Any]:
+    def trace_specs(self: Any, *_: Any) -> list[Any]:
         return [pipeline._TensorSpec(size, dtype)] * (self.count - 1) + [pipeline._TensorSpec((1,), torch.float32)]
 
-    def known(self: Any, chain: Any, *_: Any) -> None:
+    def skip_votes(self: Any, chain: Any, *_: Any) -> None:
         from torch.distributed.pipelining.stage import InferenceMode
 
         for stage in chain:
@@ -106,113 +106,113 @@ def job(cfg: Config, world: int) -> Iterator[StepTracer]:
 
     from torch.distributed.pipelining import schedules
 
-    votes = {"torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p": known}  # stages of torch >= 2.13 vote
-    with ExitStack() as held:
-        for place, function in {
-            "hpcai.train.auto_settings.GradientReducer": fixed,
-            "hpcai.parallel.pipeline.Pipeline._trace_specs": learned,
+    votes = {"torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p": skip_votes}  # stages of torch >= 2.13 vote
+    with ExitStack() as stack:
+        for target, function in {
+            "hpcai.train.auto_settings.GradientReducer": build_reducer,
+            "hpcai.parallel.pipeline.Pipeline._trace_specs": trace_specs,
             "hpcai.parallel.pipeline.Pipeline._broadcast_values": lambda *_: [{}],
             "hpcai.parallel.pipeline._Stage.forward": lambda stage, *x, number: stage._run_microbatch(0, x[0] if x else None),
-            "hpcai.train.step._combine_micro_batches": lambda every: {},
+            "hpcai.train.step._combine_micro_batches": lambda values: {},
             **(votes if hasattr(schedules._PipelineSchedule, "_warmup_p2p") else {}),
         }.items():
-            held.enter_context(mock.patch(place, function))
+            stack.enter_context(mock.patch(target, function))
         if cfg.step.shard != "weights":
-            yield held.enter_context(traced_job(world))
+            yield stack.enter_context(traced_job(world))
             return
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         torch_dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-        held.callback(torch_dist.destroy_process_group)
-        yield Polled()
+        stack.callback(torch_dist.destroy_process_group)
+        yield StorageTracer()
 
 
 @contextmanager
-def _of_type(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     yield
     torch.set_default_dtype(before)
 
 
-def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and the optimizer; of all that is held between steps; of the fullest moment."""
-    with job(cfg, world) as paper:
+def record_memory(cfg: Config, world: int) -> tuple[float, float, float]:
+    """Return bytes of weights, gradients and optimizer state; of all tensors between steps; of the peak of a step."""
+    with trace_job(cfg, world) as tracer:
         names = ("pipeline", "context", "tensor")
         mesh = Mesh({"replicate": -1, **{name: getattr(cfg.mesh, name) for name in names}}, world)
         if cfg.step.shard == "weights":
-            mesh.device_mesh(mesh["replicate"])  # which nothing on paper can make
-        with deferred(0), _of_type(torch.float64 if cfg.step.precision == "fp64" else torch.float32):
+            mesh.device_mesh(mesh["replicate"])  # cannot be created under fake tensors
+        with deferred(0), default_dtype(torch.float64 if cfg.step.precision == "fp64" else torch.float32):
             model = parallelize(LLM(cfg.model), mesh)
-            act = build_pipeline(model, mesh, **cfg.stages.model_dump())
+            schedule = build_pipeline(model, mesh, **cfg.stages.model_dump())
             model = model if cfg.lora is None else adapt(model, cfg.lora)
-        with paper.fake_tensors():
-            step = Step(paper.materialize(model), loss, cfg.step, mesh, pipeline=act)
+        with tracer.fake_tensors():
+            step = Step(tracer.materialize(model), loss, cfg.step, mesh, pipeline=schedule)
             gc.collect()
-            between = paper._bytes
+            between = tracer._bytes
             tokens = torch.empty(cfg.data.batch // mesh["replicate"].size, TOKENS + 1, dtype=torch.int64)
-            with paper.record() as record:
+            with tracer.record() as record:
                 step._gradients(Batch(tokens, tokens.clone() if cfg.data.documents == "apart" else None))
-            found = sum(getattr(p, "_local_tensor", p).nbytes for p in step.model.parameters() if not p.requires_grad)
+            nbytes = sum(getattr(p, "_local_tensor", p).nbytes for p in step.model.parameters() if not p.requires_grad)
             for state in step.optimizer.states:
-                rest = (state._master, state.average, getattr(state, "direction", None), *state.moments.values())
-                found += sum(x.nbytes for x in (state.flat_param.weights, state.flat_param.gradient(), *rest) if x is not None)
+                tensors = (state._master, state.average, getattr(state, "direction", None), *state.moments.values())
+                nbytes += sum(x.nbytes for x in (state.flat_param.weights, state.flat_param.gradient(), *tensors) if x is not None)
             for b in step.reducer.buckets:
-                if hasattr(b, "gradient_shard"):  # of weights and gradients all is there, and the row has a share
-                    found += b.weights.nbytes - b.gradient_shard.numel() * b.weights.element_size() + b.gradients.nbytes
-    return found, between, record.peak
+                if hasattr(b, "gradient_shard"):  # weights and gradients are full, the flat parameter is a shard
+                    nbytes += b.weights.nbytes - b.gradient_shard.numel() * b.weights.element_size() + b.gradients.nbytes
+    return nbytes, between, record.peak
 
 
-# Each form alone, and some of two.
+# Each form of parallelism, and some pairs.
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_that_of_a_recorded_step(name: str) -> None:
-    world, words = CASES[name]
-    cfg = settings(*words)
-    exact, between, peak = recorded(cfg, world)
-    found = memory._estimate_rank(cfg, memory.MeshSizes.from_config(cfg, world), 0)  # the one that is on paper
-    every = sum(found.values())
-    held = sum(found[part] for part in ("weights", "gradients", "optimizer", "average", "adapters"))
-    print(f"{name}: {100 * (every / (exact + peak - between) - 1):+.1f} %")
-    whole = cfg.mesh.tensor > 1 and (cfg.model.bias or cfg.lora is not None)  # what each rank has is counted as cut
-    assert held == pytest.approx(exact, rel=0.05 if whole else 5e-3)  # norms and biases are not counted
-    assert every == pytest.approx(exact + peak - between, rel=0.1 if cfg.step.shard == "weights" else 0.05)
+def test_the_estimate_equals_the_memory_of_a_recorded_step(name: str) -> None:
+    world, overrides = CASES[name]
+    cfg = load_config(*overrides)
+    exact, between, peak = record_memory(cfg, world)
+    estimate = memory._estimate_rank(cfg, memory.MeshSizes.from_config(cfg, world), 0)  # the rank that is recorded
+    total = sum(estimate.values())
+    state = sum(estimate[part] for part in ("weights", "gradients", "optimizer", "average", "adapters"))
+    print(f"{name}: {100 * (total / (exact + peak - between) - 1):+.1f} %")
+    replicated = cfg.mesh.tensor > 1 and (cfg.model.bias or cfg.lora is not None)  # replicated tensors are counted as sharded
+    assert state == pytest.approx(exact, rel=0.05 if replicated else 5e-3)  # norms and biases are not counted
+    assert total == pytest.approx(exact + peak - between, rel=0.1 if cfg.step.shard == "weights" else 0.05)
 
 
-def test_what_a_run_needs_is_a_matter_of_few_numbers() -> None:
-    """Llama 2 7B with 16 bytes a parameter, and its activations by the formula of its layers."""
-    found = memory.estimate_bytes(config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=no"]), 1)
+def test_the_estimate_of_llama_2_7b_is_that_of_its_formulas() -> None:
+    """16 bytes per parameter, and activations by the formula of a layer."""
+    sizes = memory.estimate_bytes(config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=no"]), 1)
     count = LLMConfig().num_parameters
-    held = [found[part] for part in ("weights", "gradients", "optimizer")]
-    assert held == pytest.approx([2 * count, 2 * count, 12 * count], rel=1e-4)
+    state = [sizes[part] for part in ("weights", "gradients", "optimizer")]
+    assert state == pytest.approx([2 * count, 2 * count, 12 * count], rel=1e-4)
     tokens, c = 4096, 4096
-    layer = (4 + 4) * c + 2 * 5 * c + 4 * 32 + 6 * 11_008  # norms and what they give; q, k, v and what comes of them; feed-forward
-    assert found["activations"] == 32 * tokens * layer
+    layer = (4 + 4) * c + 2 * 5 * c + 4 * 32 + 6 * 11_008  # norms and their outputs; q, k, v and attention; feed-forward
+    assert sizes["activations"] == 32 * tokens * layer
 
 
-def test_the_fullest_process_of_a_pipeline_counts() -> None:
-    cfg = settings(*PIPELINE, "step.accumulate=2", "data.batch=2", "model.vocabulary=128000")
+def test_the_estimate_is_that_of_the_fullest_rank_of_a_pipeline() -> None:
+    cfg = load_config(*PIPELINE, "step.accumulate=2", "data.batch=2", "model.vocabulary=128000")
     sizes = memory.MeshSizes.from_config(cfg, 2)
     first, last = (sum(memory._estimate_rank(cfg, sizes, rank).values()) for rank in (0, 1))
-    assert last > first and need(cfg, 2) == last
+    assert last > first and estimated_bytes(cfg, 2) == last
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [pytest.param((), id="1F1B"), pytest.param(("stages.per_rank=2",), id="interleaved"),
-     pytest.param(("mesh.pipeline=4", "mesh.tensor=2", "step.shard=optimizer"), id="divided optimizer")],
+     pytest.param(("mesh.pipeline=4", "mesh.tensor=2", "step.shard=optimizer"), id="sharded optimizer")],
 )  # fmt: skip
-def test_a_planned_stage_has_the_memory_of_the_fullest_process(words: Sequence[str], tmp_path: Path) -> None:
-    words = [*MODEL, "model.layers=24", "step.bucket_mb=1e-6", "mesh.pipeline=2", "step.accumulate=8", "data.batch=16", *words]
+def test_a_planned_stage_has_the_memory_of_the_fullest_rank(options: Sequence[str], tmp_path: Path) -> None:
+    options = [*MODEL, "model.layers=24", "step.bucket_mb=1e-6", "mesh.pipeline=2", "step.accumulate=8", "data.batch=16", *options]
     (tmp_path / "plain.yaml").write_text("{}")
-    planner, cfg = Planner("llm", words, tmp_path / "plain.yaml"), config.load(Config, None, words)
+    planner, cfg = Planner("llm", options, tmp_path / "plain.yaml"), config.load(Config, None, options)
     mesh = cfg.mesh
-    found = planner.mean_step(mesh.tensor, 2, 8, machine("h100"), ("step.accumulate=1",)).peak
-    counted = need(cfg, 2 * mesh.pipeline * mesh.tensor)
-    print(f"planned {found / 1e9:.3f} GB, counted {counted / 1e9:.3f}")
-    assert found == pytest.approx(counted, rel=0.005)
+    planned = planner.mean_step(mesh.tensor, 2, 8, machine("h100"), ("step.accumulate=1",)).peak
+    estimate = estimated_bytes(cfg, 2 * mesh.pipeline * mesh.tensor)
+    print(f"planned {planned / 1e9:.3f} GB, estimated {estimate / 1e9:.3f}")
+    assert planned == pytest.approx(estimate, rel=0.005)
 
 
-def test_operations_of_a_token_are_those_that_others_count() -> None:
+def test_flops_per_token_are_the_known_counts() -> None:
     cfg = config.load(Config, None, ["data.directory=nowhere"])
     assert [memory.flops_per_token(cfg, 4096, half) / 1e9 for half in (False, True)] == pytest.approx([46.09, 42.87], abs=0.01)
     cfg = cfg.model_copy(update={"model": LLMConfig.preset("llama3.1-8b")})
@@ -221,47 +221,47 @@ def test_operations_of_a_token_are_those_that_others_count() -> None:
     assert memory.flops_per_token(adapted, 8192, False) < 0.76 * memory.flops_per_token(cfg, 8192, False)
 
 
-# ---- what does not fit
+# ---- refusals
 
 
-def test_what_surely_does_not_fit_is_refused_with_what_needs_less() -> None:
+def test_a_run_that_does_not_fit_is_refused_with_settings_that_need_less() -> None:
     mesh: Any = SimpleNamespace(job=SimpleNamespace(size=8), device=torch.device("cpu"))
     cfg = config.load(Config, None, ["data.directory=nowhere", "step.precision=bf16-params", "data.batch=8"])
     with pytest.raises(MeshError, match=r"about 1\d\d GB, .* 80 \(optimizer 80\.9, .*step.shard to optimizer or weights"):
         memory.check_memory(cfg, mesh, 80e9)
-    counted = need(cfg, 8)
-    memory.check_memory(cfg, mesh, 0.9 * counted)  # it is an estimate
+    estimate = estimated_bytes(cfg, 8)
+    memory.check_memory(cfg, mesh, 0.9 * estimate)  # within the error of the estimate
     with pytest.raises(MeshError):
-        memory.check_memory(cfg, mesh, 0.85 * counted)
+        memory.check_memory(cfg, mesh, 0.85 * estimate)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("low_precision", [False, True])
 @pytest.mark.parametrize("name", ["lamb", "adamw", "sgd", "lars"])
-def test_an_optimizer_keeps_what_is_counted(name: Any, narrow: bool) -> None:
-    words = [f"step.optimizer={name}", f"step.precision={'bf16-params' if narrow else 'fp32'}", "step.moments=bf16"]
-    cfg = settings(*words, "step.momentum=0.9")
-    model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16 if narrow else torch.float32)
+def test_the_estimate_of_optimizer_state_is_exact(name: Any, low_precision: bool) -> None:
+    overrides = [f"step.optimizer={name}", f"step.precision={'bf16-params' if low_precision else 'fp32'}", "step.moments=bf16"]
+    cfg = load_config(*overrides, "step.momentum=0.9")
+    model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16 if low_precision else torch.float32)
     states = Optimizer([as_flat_parameter("weight", model.weight, True, ())], cfg.step).states
-    kept = [x for s in states for x in (s._master, getattr(s, "direction", None), *s.moments.values()) if x is not None]
-    found = memory._state_bytes(cfg, memory.MeshSizes(1, 1, 1, 1), 64 * 32, trained=True)
-    assert found["optimizer"] == sum(x.nbytes for x in kept) > 0
+    tensors = [x for s in states for x in (s._master, getattr(s, "direction", None), *s.moments.values()) if x is not None]
+    estimate = memory._state_bytes(cfg, memory.MeshSizes(1, 1, 1, 1), 64 * 32, trained=True)
+    assert estimate["optimizer"] == sum(x.nbytes for x in tensors) > 0
 
 
-# ---- what is shown
+# ---- shown settings
 
 
-def test_settings_are_shown_with_what_they_need_and_can_be_run(tmp_path: Path) -> None:
-    words = ["data.directory=nowhere", "--show", "mesh.replicate=2", "mesh.tensor=4", "step.shard=optimizer"]
-    code = f"import sys; from apps.llm import __main__ as m; m.config.run(m.Run, m.main, {words})"
+def test_settings_are_shown_with_an_estimate_and_can_be_loaded(tmp_path: Path) -> None:
+    args = ["data.directory=nowhere", "--show", "mesh.replicate=2", "mesh.tensor=4", "step.shard=optimizer"]
+    code = f"import sys; from apps.llm import __main__ as m; m.config.run(m.Run, m.main, {args})"
     code += "; print('# torch', 'torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    lines = [line for line in told.splitlines() if line.startswith("# ")]
+    stdout = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in stdout.splitlines() if line.startswith("# ")]
     assert lines[0] == "# GB of the rank that needs most, of 8 (replicate 2 x tensor 4), about:"
     assert any(line.startswith("#   weights ") for line in lines) and "# 6,738,415,616 parameters" in lines
     assert "# 524,288 tokens a step: 128 rows of 4096" in lines and lines[-2].startswith("# 46.09 GFLOP a token")
     assert lines[-1] == "# torch False"
-    (tmp_path / "again.yaml").write_text(told)
-    assert config.load(Config, tmp_path / "again.yaml").mesh.tensor == 4
+    (tmp_path / "shown.yaml").write_text(stdout)
+    assert config.load(Config, tmp_path / "shown.yaml").mesh.tensor == 4
 
 
 # ---- published configurations
@@ -274,11 +274,11 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration_has_the_model_of_its_name_and_fits(name: str) -> None:
-    preset, world, room = PUBLISHED[name]
+    preset, world, capacity = PUBLISHED[name]
     cfg = config.load(Config, ROOT / f"apps/llm/configs/{name}.yaml", ["data.directory=nowhere"])
     free = {name: getattr(cfg.model, name) for name in ("positions", "recompute", "deviation")}
     assert cfg.model == LLMConfig.preset(preset, **free)
-    assert need(cfg, world) <= 0.92 * room
+    assert estimated_bytes(cfg, world) <= 0.92 * capacity
     sizes = memory.MeshSizes.from_config(cfg, world)
     assert cfg.data.batch % (sizes.replicate * cfg.step.accumulate) == 0 and cfg.model.layers % sizes.pipeline == 0
     assert memory.row_tokens(cfg) % (sizes.tensor * sizes.context) == 0

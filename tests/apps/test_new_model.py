@@ -1,4 +1,4 @@
-"""docs/new_model.md is true: its files, in a folder of their own, are one more app, with all that the others have."""
+"""The files of docs/new_model.md, in a folder of their own, make an app with all the features of the others."""
 
 import json
 import re
@@ -36,16 +36,16 @@ def ringdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def run(*words: str) -> int:
+def run(*overrides: str) -> int:
     from apps.ringdown.__main__ import main  # type: ignore[import-not-found]
     from apps.ringdown.settings import Config  # type: ignore[import-not-found]
 
-    with pytest.raises(SystemExit) as end:
-        config.run(Config, main, ["apps/ringdown/configs/small.yaml", "data.workers=1", *words])
-    return int(end.value.code or 0)
+    with pytest.raises(SystemExit) as error:
+        config.run(Config, main, ["apps/ringdown/configs/small.yaml", "data.workers=1", *overrides])
+    return int(error.value.code or 0)
 
 
-def _errors(mesh: object, folder: str) -> float:
+def _score(mesh: object, folder: str) -> float:
     from apps.ringdown.data import build_loaders  # type: ignore[import-not-found]
     from apps.ringdown.settings import Config
     from hpcai import train
@@ -69,7 +69,7 @@ def test_the_app_of_the_page_trains_and_has_report_bench_ablation_and_log(
     folder = ringdown / "runs/ringdown-small"
     pairs = np.load(folder / "pairs.npz")
     mae, mean = (np.abs(each - pairs["true"]).mean() for each in (pairs["predicted"], pairs["true"].mean(0)))
-    assert mae < 0.5 * mean, "it has learnt"
+    assert mae < 0.5 * mean, "the model learns"
     assert '"submission_benchmark", "value": "ringdown"' in (folder / "mlperf.log").read_text()
     assert (folder / "model.safetensors").exists()
 
@@ -78,17 +78,17 @@ def test_the_app_of_the_page_trains_and_has_report_bench_ablation_and_log(
     assert "Predicted against true" in page and "Prediction per quantity" in page and (folder / "plots").is_dir()
 
     assert hpcai_command(["bench", "ringdown", "steps", "--repeats", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["steps"][0]["plain_s"] > 0
+    timings = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert timings["steps"][0]["plain_s"] > 0
     assert hpcai_command(["ablate", "ringdown", "--only", "fused-optimizer", "--repeats", "1", "--steps", "1", "--json"]) == 0
     table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["name"] for row in table["cumulative"]] == ["plain", "fused optimizer"] and table["left_out"][0]["error"] is None
 
-    one, two = on_ranks({"replicate": 1}, _errors, "datasets/ringdown"), on_ranks({"replicate": 2}, _errors, "datasets/ringdown")
-    assert two == pytest.approx([one[0]] * 2, rel=1e-5), "on two ranks the same"
+    single, pair = on_ranks({"replicate": 1}, _score, "datasets/ringdown"), on_ranks({"replicate": 2}, _score, "datasets/ringdown")
+    assert pair == pytest.approx([single[0]] * 2, rel=1e-5), "two ranks give the same"
 
-    assert run("report.directory=runs/again", "train.steps=8", "train.epochs=null") == 0
-    assert run("report.directory=runs/again", "train.steps=16", "train.epochs=null") == 0
-    events = log.read_metrics(ringdown / "runs/again/metrics.jsonl")
+    assert run("report.directory=runs/resumed", "train.steps=8", "train.epochs=null") == 0
+    assert run("report.directory=runs/resumed", "train.steps=16", "train.epochs=null") == 0
+    events = log.read_metrics(ringdown / "runs/resumed/metrics.jsonl")
     starts = [event["resumed_from"] for event in events if event["kind"] == "start"]
-    assert starts == [None, 8], "it goes on from its checkpoint"
+    assert starts == [None, 8], "the second run resumes"

@@ -1,4 +1,4 @@
-"""The OpenCatalyst app on frames that it makes itself."""
+"""The OpenCatalyst app on simulated frames."""
 
 import json
 from pathlib import Path
@@ -19,13 +19,13 @@ from tests.apps.small_apps import OPENCATALYST as APP
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def spoil(data: Path, kind: str) -> None:
-    def apart(file: h5py.File) -> None:
+def damage_data(data: Path, kind: str) -> None:
+    def expand(file: h5py.File) -> None:
         file["positions"][...] *= 40
         file["cell"][...] *= 40
 
     damage(data, kind, {
-        "element": lambda file: file["numbers"].__setitem__(..., 97), "apart": apart,
+        "element": lambda file: file["numbers"].__setitem__(..., 97), "apart": expand,
         "counts": lambda file: file["atoms"].__setitem__(0, file["atoms"][0] + 1),
     })  # fmt: skip
     if kind == "statistics":
@@ -33,18 +33,18 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    leaves = ["pairs.npz"]
-    shows = "force"
+    artifacts = ["pairs.npz"]
+    report_text = "force"
     jobs = ["3 data.balance=none train.evaluate=background", "3 data.balance=triplets", "1 step.accumulate=2", "1 data.shapes=few"]
     compared = {"train": ("loss", "energy_mae"), "evaluate": ("within", "force_cosine")}
     configs = ["batch2048", "gpu1", "node", "small"]
-    ways = ["data.reader=hdf5"]
+    data_settings = ["data.reader=hdf5"]
     logs = [(
         ["train.target=9",
          "step.schedule={unit: steps, warmup: 2, start: 1e-4, decay: steps, decay_at: [4], decay_to: [0.1]}"],
         ["eval_error"],  # 0.036 is not reached in six steps
     )]  # fmt: skip
-    refused = [
+    refusals = [
         ("element", (), "has an atom of element 97; the model has embeddings up to 94"),
         ("apart", (), "no atom has a neighbour within 4 angstrom"),
         ("counts", (), "'positions' holds"), ("statistics", (), "statistics.json"),
@@ -52,30 +52,30 @@ class TestContract(AppContract):
         ("", ("data.shapes=few", "data.balance=triplets"), "set it to frames"),
         ("", ("step.accumulate=2", "data.balance=triplets"), "micro-batches need data.balance"),
     ]  # fmt: skip
-    spoil = staticmethod(spoil)
+    damage_data = staticmethod(damage_data)
     stop = 4
 
-    def check(self, name: str, cfg: Any) -> None:
+    def check_config(self, name: str, cfg: Any) -> None:
         assert (cfg.train.target == 0.036) == (name in ("batch2048", "node")) == (cfg.model.angles == "detached")
 
 
-def test_pairs_are_those_of_the_data_and_of_the_kept_weights(data: Path) -> None:
+def test_pairs_are_those_of_the_data_and_of_the_saved_weights(data: Path) -> None:
     run = APP.cached_run(data)
-    found = np.load(run / "pairs.npz", allow_pickle=False)
-    assert found["energy"].shape == (6, 2) and found["forces"].shape == (len(found["numbers"]), 2, 3)
+    pairs = np.load(run / "pairs.npz", allow_pickle=False)
+    assert pairs["energy"].shape == (6, 2) and pairs["forces"].shape == (len(pairs["numbers"]), 2, 3)
     rows = Rows(data / "validation", FIELDS)
     values = [rows.read(index) for index in range(6)]
     free = np.concatenate([v["fixed"] == 0 for v in values])
-    np.testing.assert_array_equal(found["forces"][:, 0], np.concatenate([v["forces"] for v in values])[free])
-    np.testing.assert_array_equal(found["energy"][:, 0], [v["energy"] for v in values])
-    about = json.loads((data / "statistics.json").read_text())["splits"]
+    np.testing.assert_array_equal(pairs["forces"][:, 0], np.concatenate([v["forces"] for v in values])[free])
+    np.testing.assert_array_equal(pairs["energy"][:, 0], [v["energy"] for v in values])
+    statistics = json.loads((data / "statistics.json").read_text())["splits"]
     model = DimeNet.load(run / "model.safetensors")
-    assert model.mean == pytest.approx(about["train"]["energy"]["mean"])
-    assert model.scale == pytest.approx(about["train"]["forces"]["rms"])
+    assert model.mean == pytest.approx(statistics["train"]["energy"]["mean"])
+    assert model.scale == pytest.approx(statistics["train"]["forces"]["rms"])
     last = [e for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "evaluate"][-1]
-    assert last["force_zero"] == pytest.approx(about["validation"]["forces"]["zero_mae"], rel=1e-6)
+    assert last["force_zero"] == pytest.approx(statistics["validation"]["forces"]["zero_mae"], rel=1e-6)
     energy, forces = model.energy_and_forces(Frames(rows, model.cfg).sample(0, 0).structure)
-    assert energy == pytest.approx(found["energy"][0, 1], rel=1e-5) and len(forces) == len(values[0]["numbers"])
+    assert energy == pytest.approx(pairs["energy"][0, 1], rel=1e-5) and len(forces) == len(values[0]["numbers"])
 
 
 def test_batches_have_few_shapes(data: Path) -> None:

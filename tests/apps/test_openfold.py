@@ -1,4 +1,4 @@
-"""The OpenFold app: what it draws, how many passes a step has, what it leaves behind, and what it refuses."""
+"""The OpenFold app: sampling, passes of a step, files of a run, folding, and refusals."""
 
 import itertools
 import json
@@ -39,12 +39,12 @@ from tests.ranks.launch import on_ranks
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the OpenFold app is NOT tested")
 pytestmark = pytest.mark.usefixtures("one_thread")
-STILL = ("model.rows.dropout=0", "model.pairs.dropout=0", "model.extra.msa.dropout=0", "model.extra.pairs.dropout=0",
+REPRODUCIBLE = ("model.rows.dropout=0", "model.pairs.dropout=0", "model.extra.msa.dropout=0", "model.extra.pairs.dropout=0",
          "model.structure.dropout=0", "step.precision=fp64", "train.steps=3")  # fmt: skip
 
 
-def spoil(data: Path, kind: str) -> None:
-    def ragged(file: h5py.File) -> None:
+def damage_data(data: Path, kind: str) -> None:
+    def shift_letter(file: h5py.File) -> None:
         file["letters"][0] -= 1
         file["letters"][1] += 1
 
@@ -52,24 +52,24 @@ def spoil(data: Path, kind: str) -> None:
         shutil.rmtree(data / "templates")
     damage(data, kind, {
         "nan": lambda file: file["positions"].__setitem__((3, 1), np.nan),
-        "letter": lambda file: file["msa"].__setitem__(..., 30), "ragged": ragged,
+        "letter": lambda file: file["msa"].__setitem__(..., 30), "ragged": shift_letter,
         "query": lambda file: file["msa"].__setitem__(..., (file["msa"][...] + 1) % 20),
         "counts": lambda file: file["residues"].__setitem__(0, file["residues"][0] + 1),
     })  # fmt: skip
 
 
 class TestContract(AppContract):
-    leaves = ["structures", "structures.npz"]
-    shows = "lddt"
-    exactly = [*STILL]
+    artifacts = ["structures", "structures.npz"]
+    report_text = "lddt"
+    exact = [*REPRODUCIBLE]
     jobs = ["2 step.shard=weights", "2 mesh.axial=2 train.evaluate=background",
             "6 mesh.axial=2 mesh.replicate=2 mesh.evaluate=2 model.checkpoint=true step.shard=optimizer"]  # fmt: skip
-    close = 1e-6  # lDDT is counted in float32
+    rtol = 1e-6  # lDDT is computed in float32
     compared = {"train": ("loss", "fape", "lddt"), "evaluate": ("drmsd", "gdt_ts", "distogram")}
     configs = ["batch128", "batch256", "finetune", "gpu1", "small"]
-    ways = ["data.reader=hdf5"]
-    short = ["train.steps=3"]
-    # All rules are kept but those that fix the size of data and network, and the quality.
+    data_settings = ["data.reader=hdf5"]
+    one_epoch = ["train.steps=3"]
+    # All rules are satisfied except those on the size of data and network, and the quality.
     logs = [(
         ["train.target=0.001", "data.validation_residues=700", "data.released_until=2021-09-16",
          "data.validation_from=2021-09-17", "data.validation_until=2021-12-11"],
@@ -77,7 +77,7 @@ class TestContract(AppContract):
          "init_checkpoint_sha256sum", "train_sequence_crop_size", "num_recycling_iters", "max_msa_clusters", "max_extra_msa",
          "templates_enabled", "max_templates", "swa_decay_rate"],
     )]  # fmt: skip
-    refused = [
+    refusals = [
         ("nan", (), "row 0 of 'positions' holds NaN or infinity"),
         ("letter", (), "letters int8 from 30 to 30"), ("query", (), "is it of another chain?"),
         ("ragged", (), "expected a multiple"), ("counts", (), "'aatype' holds"),
@@ -86,47 +86,47 @@ class TestContract(AppContract):
         ("", ("objective.aligned_error=0.1",), "which needs model.heads.tm=true"),
         ("", ("start.weights=/nowhere.pt",), "/nowhere.pt"), ("", ("data.stage=/tmp", "data.shards=2"), "data.shards is 2"),
     ]  # fmt: skip
-    spoil = staticmethod(spoil)
+    damage_data = staticmethod(damage_data)
     stop = 4
 
-    def for_log(self, data: Path, folder: Path) -> Path:
-        some = dated(data, folder / "data", "train", [date(2020, 1, 1)] * 6)
-        return dated(some, folder / "both", "validation", [date(2021, 9, 17)] * 6)
+    def data_for_log(self, data: Path, folder: Path) -> Path:
+        training = copy_with_release_dates(data, folder / "data", "train", [date(2020, 1, 1)] * 6)
+        return copy_with_release_dates(training, folder / "both", "validation", [date(2021, 9, 17)] * 6)
 
 
-def chains(data: Path, split: str = "train", **words: Any) -> Chains:
+def open_chains(data: Path, split: str = "train", **kwargs: Any) -> Chains:
     rows = Rows(data / split, FIELDS)
-    cfg = FeatureConfig(crop=16, clusters=4, extra=5, templates=0, **words)
+    cfg = FeatureConfig(crop=16, clusters=4, extra=5, templates=0, **kwargs)
     return Chains(rows, np.arange(len(rows)), cfg, seed=0)
 
 
-# ---- what it leaves
+# ---- files of a run
 
 
-def test_a_run_leaves_weights_and_structures_that_others_read(data: Path) -> None:
+def test_structures_of_a_run_are_readable_by_other_programs(data: Path) -> None:
     import gemmi
     from Bio.PDB.MMCIFParser import MMCIFParser
 
     run = APP.cached_run(data)
-    found = np.load(run / "structures.npz", allow_pickle=False)
-    held = {values["name"].decode(): values for values in map(Rows(data / "validation", FIELDS).read, range(6))}
-    assert len(found["names"]) == 2 and set(found["names"]) <= set(held)
+    arrays = np.load(run / "structures.npz", allow_pickle=False)
+    validation = {values["name"].decode(): values for values in map(Rows(data / "validation", FIELDS).read, range(6))}
+    assert len(arrays["names"]) == 2 and set(arrays["names"]) <= set(validation)
     model, begin = OpenFold.load(run / "model.safetensors"), 0
     assert model.cfg == config.load(Config, run / "settings.yaml", []).model
-    for name, count in zip(found["names"], found["residues"]):
-        part, of = slice(begin, begin + count), held[str(name)]
+    for name, count in zip(arrays["names"], arrays["residues"]):
+        span, row = slice(begin, begin + count), validation[str(name)]
         begin += count
-        np.testing.assert_array_equal(found["true"][part], of["positions"])
+        np.testing.assert_array_equal(arrays["true"][span], row["positions"])
         path = run / "structures" / f"{name}.cif"
         chain = gemmi.read_structure(str(path))[0]["A"]
-        same = MMCIFParser(QUIET=True).get_structure("one", path)[0]["A"]
-        assert len(chain) == len(list(same)) == count
-        for residue, other, plddt, atoms in zip(chain, same, found["plddt"][part], found["predicted"][part]):
+        parsed = MMCIFParser(QUIET=True).get_structure("one", path)[0]["A"]
+        assert len(chain) == len(list(parsed)) == count
+        for residue, other, plddt, positions in zip(chain, parsed, arrays["plddt"][span], arrays["predicted"][span]):
             assert residue.name == other.get_resname() and {round(atom.b_iso, 1) for atom in residue} == {round(float(plddt), 1)}
-            np.testing.assert_allclose(residue["CA"][0].pos.tolist(), atoms[ATOM_ORDER["CA"]], atol=2e-3)
-        ca = [torch.from_numpy(found[kind][part][None, :, ATOM_ORDER["CA"]]) for kind in ("predicted", "true")]
-        each = 100 * lddt(*ca, torch.from_numpy(of["mask"][None, :, ATOM_ORDER["CA"]]).float(), per_residue=True)[0].numpy()
-        np.testing.assert_allclose(found["lddt"][part], np.where(of["mask"][:, ATOM_ORDER["CA"]] > 0, each, np.nan), rtol=1e-4)
+            np.testing.assert_allclose(residue["CA"][0].pos.tolist(), positions[ATOM_ORDER["CA"]], atol=2e-3)
+        ca = [torch.from_numpy(arrays[kind][span][None, :, ATOM_ORDER["CA"]]) for kind in ("predicted", "true")]
+        scores = 100 * lddt(*ca, torch.from_numpy(row["mask"][None, :, ATOM_ORDER["CA"]]).float(), per_residue=True)[0].numpy()
+        np.testing.assert_allclose(arrays["lddt"][span], np.where(row["mask"][:, ATOM_ORDER["CA"]] > 0, scores, np.nan), rtol=1e-4)
 
 
 # ---- folding
@@ -135,169 +135,169 @@ def test_a_run_leaves_weights_and_structures_that_others_read(data: Path) -> Non
 SEQUENCES = {"short": "MKVLAG", "long": "ACDEFGHIKLMNPQRSTVWYACDEF", "mid": "GGSGGSAKLMWY"}
 
 
-def fasta(folder: Path, **more: str) -> Path:
-    every = (SEQUENCES | more).items()
-    (folder / "chains.fasta").write_text("".join(f">{name} of nobody\n{s[:8]}\n{s[8:]}\n" for name, s in every))
+def write_fasta(folder: Path, **extra: str) -> Path:
+    items = (SEQUENCES | extra).items()
+    (folder / "chains.fasta").write_text("".join(f">{name} of nobody\n{s[:8]}\n{s[8:]}\n" for name, s in items))
     return folder / "chains.fasta"
 
 
-def folds(mesh: Mesh, chains: Path, out: Path, **words: Any) -> list[str]:
-    cfg = {"weights": str(chains.parent / "tiny.safetensors"), "features.clusters": 4, "features.extra": 4, "recycles": 1} | words
-    given = [f"chains={chains}", f"out={out}", *(f"{name}={value}" for name, value in cfg.items())]
-    return fold(config.load(FoldConfig, None, given), mesh)
+def fold_chains(mesh: Mesh, fasta: Path, out: Path, **settings: Any) -> list[str]:
+    cfg = {"weights": str(fasta.parent / "tiny.safetensors"), "features.clusters": 4, "features.extra": 4, "recycles": 1} | settings
+    overrides = [f"chains={fasta}", f"out={out}", *(f"{name}={value}" for name, value in cfg.items())]
+    return fold(config.load(FoldConfig, None, overrides), mesh)
 
 
-def atoms(path: Path) -> np.ndarray:
+def read_atoms(path: Path) -> np.ndarray:
     import gemmi
 
     return np.array([[*a.pos.tolist(), a.b_iso] for r in gemmi.read_structure(str(path))[0]["A"] for a in r])
 
 
-def test_chains_are_folded_by_many_as_by_one_and_none_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chains_are_folded_on_a_mesh_as_on_one_rank_and_none_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     OpenFold(OpenFoldConfig.preset("tiny", template=None)).save(tmp_path / "tiny.safetensors")
-    chains, (one, many) = fasta(tmp_path), (tmp_path / name for name in ("one", "many"))
-    assert folds(single_process(), chains, one) == [] and "3 of 3 chains to fold" in capsys.readouterr().out
-    assert on_ranks({"replicate": 2, "axial": 2}, folds, chains, many) == [[]] * 4
+    fasta, (single, parallel) = write_fasta(tmp_path), (tmp_path / name for name in ("single", "parallel"))
+    assert fold_chains(single_process(), fasta, single) == [] and "3 of 3 chains to fold" in capsys.readouterr().out
+    assert on_ranks({"replicate": 2, "axial": 2}, fold_chains, fasta, parallel) == [[]] * 4
     for name, sequence in SEQUENCES.items():
-        found, expected = (atoms(folder / f"{name}.cif") for folder in (many, one))
+        actual, expected = (read_atoms(folder / f"{name}.cif") for folder in (parallel, single))
         assert len(expected) > 4 * len(sequence)
-        np.testing.assert_allclose(found, expected, atol=2e-2)  # a file has three digits, and pLDDT two
-    assert sorted(path.name for path in many.iterdir()) == sorted(f"{name}.cif" for name in SEQUENCES), "nothing half is left"
-    (one / "mid.cif").unlink()
-    before = (one / "long.cif").stat().st_mtime_ns
-    assert folds(single_process(), chains, one) == [] and "1 of 3 chains to fold" in capsys.readouterr().out
-    assert (one / "long.cif").stat().st_mtime_ns == before
-    (reason,) = folds(single_process(), fasta(tmp_path, odd="MK1L"), one)
+        np.testing.assert_allclose(actual, expected, atol=2e-2)  # a file has three digits, and pLDDT two
+    assert sorted(path.name for path in parallel.iterdir()) == sorted(f"{name}.cif" for name in SEQUENCES), "no partial files"
+    (single / "mid.cif").unlink()
+    before = (single / "long.cif").stat().st_mtime_ns
+    assert fold_chains(single_process(), fasta, single) == [] and "1 of 3 chains to fold" in capsys.readouterr().out
+    assert (single / "long.cif").stat().st_mtime_ns == before
+    (reason,) = fold_chains(single_process(), write_fasta(tmp_path, odd="MK1L"), single)
     assert "odd: sequence: character 3 of 4 is '1'" in reason and "odd: sequence" in capsys.readouterr().err
 
 
-def test_a_chain_that_cannot_be_folded_is_told_and_the_others_are_folded(
+def test_a_chain_that_cannot_be_folded_is_reported_and_the_others_are_folded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By four processes together: one is too short for them, one has a letter that is none, one cannot be read by one process."""
+    """On four ranks together: one chain is too short, one has an invalid letter, and one rank cannot read one."""
     import apps.openfold.fold as command
 
     torch.manual_seed(0)
     OpenFold(OpenFoldConfig.preset("tiny", template=None)).save(tmp_path / "tiny.safetensors")
-    chains = fasta(tmp_path, tiny="MKV", odd="MK1LGGS", lost="GGSLKTW")
-    problems = on_ranks({"axial": 4}, folds_where_rank_2_cannot_read, chains, tmp_path / "out")
+    fasta = write_fasta(tmp_path, tiny="MKV", odd="MK1LGGS", lost="GGSLKTW")
+    problems = on_ranks({"axial": 4}, fold_with_error_on_rank_2, fasta, tmp_path / "out")
     assert problems == [problems[0]] * 4 and len(problems[0]) == 3
-    told_ = {why.split(":")[0]: why for why in problems[0]}
-    assert "tiny: 3 residues for 4 ranks" in told_["tiny"] and "character 3 of 7 is '1'" in told_["odd"]
-    assert told_["lost"] == "lost: the disk of rank 2 is gone"
+    reasons = {reason.split(":")[0]: reason for reason in problems[0]}
+    assert "tiny: 3 residues for 4 ranks" in reasons["tiny"] and "character 3 of 7 is '1'" in reasons["odd"]
+    assert reasons["lost"] == "lost: the disk of rank 2 is gone"
     assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted(SEQUENCES)
     monkeypatch.setattr(command, "fold", lambda *_: problems[0])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         command.main(config.load(FoldConfig, None, ["chains=a.fasta"]))
-    assert ended.value.code == 1
+    assert error.value.code == 1
     assert "error: 3 chains are not folded: " in capfd.readouterr().err
 
 
-def folds_where_rank_2_cannot_read(mesh: Mesh, chains: Path, out: Path) -> list[str]:
+def fold_with_error_on_rank_2(mesh: Mesh, fasta: Path, out: Path) -> list[str]:
     from hpcai.models.openfold import folding
 
     prepare_features = folding.prepare_features
 
-    def failing(model: Any, sequence: str, *given: Any, **words: Any) -> Any:
+    def failing(model: Any, sequence: str, *args: Any, **kwargs: Any) -> Any:
         if mesh.rank == 2 and sequence == "GGSLKTW":
             raise DataError("the disk of rank 2 is gone")
-        return prepare_features(model, sequence, *given, **words)
+        return prepare_features(model, sequence, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folding, "prepare_features", failing)
-        return folds(mesh, chains, out)
+        return fold_chains(mesh, fasta, out)
 
 
-@pytest.mark.parametrize(("text", "says"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("", "has no chain"), ("MKV", "line 1: 'MKV' precedes"), (">a\nMK\n>a\nMK", "line 3: the name 'a' occurs twice"),
     (">a\n>b\nMK", "the chain a has no sequence"), ("\xff", "cannot be read as FASTA"),
 ])  # fmt: skip
-def test_a_file_that_is_no_fasta_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_invalid_fasta_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.fasta").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match=re.escape(says)):
+    with pytest.raises(DataError, match=re.escape(message)):
         read_fasta(tmp_path / "x.fasta")
     with pytest.raises(DataError, match="cannot be read as FASTA"):
         read_fasta(tmp_path / "none.fasta")
 
 
-# ---- what is drawn
+# ---- sampling
 
 
-def test_every_number_of_passes_comes_once_in_as_many_steps() -> None:
-    for most in (0, 1, 3):
-        drawn = [draw_passes(5, step, most) for step in range(40 * (most + 1))]
-        blocks = [drawn[k : k + most + 1] for k in range(0, len(drawn), most + 1)]
-        assert all(sorted(block) == list(range(1, most + 2)) for block in blocks)
-        assert most == 0 or len({tuple(block) for block in blocks}) > 1, "the order changes"
+def test_each_number_of_passes_occurs_once_per_block_of_steps() -> None:
+    for recycles in (0, 1, 3):
+        passes = [draw_passes(5, step, recycles) for step in range(40 * (recycles + 1))]
+        blocks = [passes[k : k + recycles + 1] for k in range(0, len(passes), recycles + 1)]
+        assert all(sorted(block) == list(range(1, recycles + 2)) for block in blocks)
+        assert recycles == 0 or len({tuple(block) for block in blocks}) > 1, "the order changes"
     assert [draw_passes(6, step, 3) for step in range(40)] != [draw_passes(5, step, 3) for step in range(40)]
 
 
-def test_a_step_has_the_passes_that_it_has_drawn(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever order samples come in, and also after a resume."""
-    import hpcai.models.openfold.model as of
+def test_a_step_runs_the_number_of_passes_drawn_for_it(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In any order of samples, and after a resume."""
+    import hpcai.models.openfold.model as model_module
 
     for order, begin in (("ready", 0), ("strict", 2)):
-        seen: list[int] = []
-        forward = of.OpenFold.forward
+        passes: list[int] = []
+        forward = model_module.OpenFold.forward
 
-        def noted(self: Any, features: Any, seen: list[int] = seen, forward: Any = forward) -> Any:
+        def record_passes(self: Any, features: Any, passes: list[int] = passes, forward: Any = forward) -> Any:
             if self.training:
-                seen.append(features["aatype"].shape[-1])
+                passes.append(features["aatype"].shape[-1])
             return forward(self, features)
 
         run = tmp_path / f"{order}{begin}"
-        words = f"data.order={order}", "features.recycles=3", "train.evaluate_every=9", "data.pictures=0"
+        overrides = f"data.order={order}", "features.recycles=3", "train.evaluate_every=9", "data.pictures=0"
         if begin:
-            assert APP.run(data, run, *words, f"train.steps={begin}") == 0
-        monkeypatch.setattr(of.OpenFold, "forward", noted)
-        assert APP.run(data, run, *words, "train.steps=4") == 0
-        monkeypatch.setattr(of.OpenFold, "forward", forward)
-        assert seen == [draw_passes(0, step, 3) for step in range(begin, 4)]
+            assert APP.run(data, run, *overrides, f"train.steps={begin}") == 0
+        monkeypatch.setattr(model_module.OpenFold, "forward", record_passes)
+        assert APP.run(data, run, *overrides, "train.steps=4") == 0
+        monkeypatch.setattr(model_module.OpenFold, "forward", forward)
+        assert passes == [draw_passes(0, step, 3) for step in range(begin, 4)]
 
 
 def test_long_chains_of_small_clusters_are_drawn_most() -> None:
     np.testing.assert_allclose(sampling_weights(np.array([10, 256, 384, 900]), np.array([1, 4, 1, 9])), [0.5, 0.25, 0.75, 1 / 3])
-    drawn = Counter((Weighted(np.array([1.0, 3.0, 0.0]), 4000, 1, numbered=True).order(0) % 3).tolist())
-    assert drawn[2] == 0 and drawn[1] / drawn[0] == pytest.approx(3, rel=0.15)
+    counts = Counter((Weighted(np.array([1.0, 3.0, 0.0]), 4000, 1, numbered=True).order(0) % 3).tolist())
+    assert counts[2] == 0 and counts[1] / counts[0] == pytest.approx(3, rel=0.15)
 
 
-def test_a_chain_that_is_drawn_again_is_another_sample(data: Path) -> None:
-    order, plain = (Weighted(np.ones(3), 10, 1, numbered=each).order(0) for each in (True, False))
-    np.testing.assert_array_equal(order % 3, plain)
-    for kind in range(3):
-        assert (order[plain == kind] // 3).tolist() == list(range((plain == kind).sum()))
-    source = chains(data)
-    first, again = source.sample(0, 0), source.sample(len(source), 0)
-    assert (first["index"] == again["index"]).all() and not np.array_equal(first["msa_feat"], again["msa_feat"])
-    sent = pickle.loads(pickle.dumps(source))  # as data.processes sends it  # noqa: S301
-    for same in (source.sample(0, 0), sent.sample(0, 0)):
-        assert same.keys() == first.keys() and all(np.array_equal(same[name], first[name]) for name in first)
-    cfg = config.load(Config, APP.small, [*APP.quick, "data.epoch=40"])
-    drawn = _sampler(cfg, source).order(3)
-    assert len(set(drawn.tolist())) == 40 and set((drawn % len(source)).tolist()) == set(range(len(source)))
+def test_each_draw_of_a_chain_is_another_sample(data: Path) -> None:
+    order, unnumbered = (Weighted(np.ones(3), 10, 1, numbered=numbered).order(0) for numbered in (True, False))
+    np.testing.assert_array_equal(order % 3, unnumbered)
+    for chain in range(3):
+        assert (order[unnumbered == chain] // 3).tolist() == list(range((unnumbered == chain).sum()))
+    source = open_chains(data)
+    first, second = source.sample(0, 0), source.sample(len(source), 0)
+    assert (first["index"] == second["index"]).all() and not np.array_equal(first["msa_feat"], second["msa_feat"])
+    unpickled = pickle.loads(pickle.dumps(source))  # as with data.processes  # noqa: S301
+    for sample in (source.sample(0, 0), unpickled.sample(0, 0)):
+        assert sample.keys() == first.keys() and all(np.array_equal(sample[name], first[name]) for name in first)
+    cfg = config.load(Config, APP.small_config, [*APP.quick_settings, "data.epoch=40"])
+    indices = _sampler(cfg, source).order(3)
+    assert len(set(indices.tolist())) == 40 and set((indices % len(source)).tolist()) == set(range(len(source)))
     once = _sampler(cfg.model_copy(update={"data": cfg.data.model_copy(update={"draw": "once"})}), source).order(3)
     assert sorted(once) == list(range(len(source)))
-    held = Chains(source.rows, source.subset, source.cfg, 0, training=False)
-    np.testing.assert_array_equal(held.sample(0, 0)["msa_feat"], held.sample(0, 7)["msa_feat"])
+    validation = Chains(source.rows, source.subset, source.cfg, 0, training=False)
+    np.testing.assert_array_equal(validation.sample(0, 0)["msa_feat"], validation.sample(0, 7)["msa_feat"])
 
 
-def dated(data: Path, folder: Path, split: str, days: list[date]) -> Path:
+def copy_with_release_dates(data: Path, folder: Path, split: str, days: list[date]) -> Path:
     shutil.copytree(data, folder)
-    since, rows = date(1970, 1, 1), iter(days)
+    epoch, rows = date(1970, 1, 1), iter(days)
     for path in sorted((folder / split).glob("*.h5")):
         with h5py.File(path, "r+") as file:
-            file["release"][...] = [(next(rows) - since).days for _ in range(len(file["release"]))]
+            file["release"][...] = [(next(rows) - epoch).days for _ in range(len(file["release"]))]
     write_index(folder / split, json.loads((folder / split / INDEX).read_text()))
     return folder
 
 
-def test_chains_are_chosen_by_day_and_length(data: Path, tmp_path: Path) -> None:
+def test_chains_are_selected_by_release_date(data: Path, tmp_path: Path) -> None:
     first = date(2021, 9, 14)
-    folder = dated(data, tmp_path / "data", "train", [first + timedelta(days=n) for n in range(6)])
-    folder = dated(folder, tmp_path / "both", "validation", [first + timedelta(days=n) for n in range(6)])
-    words = ("data.released_until=2021-09-16", "data.validation_from=2021-09-17", "data.validation_until=2021-09-18")
-    assert APP.run(folder, tmp_path / "run", *words, "train.steps=1") == 0
+    folder = copy_with_release_dates(data, tmp_path / "data", "train", [first + timedelta(days=n) for n in range(6)])
+    folder = copy_with_release_dates(folder, tmp_path / "both", "validation", [first + timedelta(days=n) for n in range(6)])
+    overrides = ("data.released_until=2021-09-16", "data.validation_from=2021-09-17", "data.validation_until=2021-09-18")
+    assert APP.run(folder, tmp_path / "run", *overrides, "train.steps=1") == 0
     start = next(e for e in log.read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "start")
     assert start["train_samples"] == 3 and start["validation_samples"] == 2
 
@@ -312,38 +312,38 @@ def test_a_run_learns_from_templates_in_files(data: Path, tmp_path: Path) -> Non
     without = shutil.copytree(data, tmp_path / "without", ignore=shutil.ignore_patterns("templates"))
     for folder, name in ((data, "run"), (without, "other")):
         assert APP.run(folder, tmp_path / name, *TEMPLATES, "train.steps=3", "train.evaluate_every=9", "data.pictures=0") == 0
-    one, other = (metric_by_step(tmp_path / name) for name in ("run", "other"))
-    assert one[1] == other[1] and one[3] != other[3], "at first the branch of templates says nothing"
+    losses, losses_without = (metric_by_step(tmp_path / name) for name in ("run", "other"))
+    assert losses[1] == losses_without[1] and losses[3] != losses_without[3], "the template branch is zero at initialization"
 
 
-def test_templates_are_structures_of_relatives_where_they_are_aligned(data: Path) -> None:
+def test_templates_are_aligned_structures_of_relatives(data: Path) -> None:
     rows, others = Rows(data / "train", FIELDS), Rows(data / "templates", TEMPLATE_FIELDS)
     cfg = FeatureConfig(crop=None, clusters=2, extra=2, templates=4, recycles=0)
     source = Chains(rows, np.arange(len(rows)), cfg, 0, others, training=False)
     for index in range(3):
-        values, found = rows.read(index), source.sample(index, 0)
-        assert found["template_mask"][:, 0].tolist() == [1, 1, 0, 0]
-        for place, row in enumerate(values["hit_row"]):
+        values, features = rows.read(index), source.sample(index, 0)
+        assert features["template_mask"][:, 0].tolist() == [1, 1, 0, 0]
+        for slot, row in enumerate(values["hit_row"]):
             other = others.read(int(row))
-            np.testing.assert_array_equal(found["template_aatype"][place, :, 0], other["aatype"])
-            there = other["mask"] > 0
-            own = found["template_all_atom_positions"][place, ..., 0][there]
-            np.testing.assert_allclose(own, other["positions"][there] - other["positions"][there].mean(0), atol=1e-3)
-            assert not np.array_equal(other["positions"], values["positions"]), "the chain itself is none of its templates"
+            np.testing.assert_array_equal(features["template_aatype"][slot, :, 0], other["aatype"])
+            present = other["mask"] > 0
+            positions = features["template_all_atom_positions"][slot, ..., 0][present]
+            np.testing.assert_allclose(positions, other["positions"][present] - other["positions"][present].mean(0), atol=1e-3)
+            assert not np.array_equal(other["positions"], values["positions"]), "a chain is not a template of itself"
 
 
-# ---- weights to begin with
+# ---- initial weights
 
 
-def test_a_run_begins_with_weights_of_a_file(data: Path, tmp_path: Path) -> None:
-    given = APP.cached_run(data) / "model.safetensors"
+def test_a_run_starts_from_weights_of_a_file(data: Path, tmp_path: Path) -> None:
+    native = APP.cached_run(data) / "model.safetensors"
     public = tmp_path / "public.pt"
-    OpenFold.load(given).save(public, form="mlperf")
-    words = (*STILL, "train.steps=1", "data.pictures=0")
-    for path in (given, public):
-        assert APP.run(data, tmp_path / f"run-{path.stem}", f"start.weights={path}", *words) == 0
-    one, two = (metric_by_step(tmp_path / f"run-{path.stem}")[1] for path in (given, public))
-    assert one == pytest.approx(two, rel=1e-12) and abs(metric_by_step(APP.cached_run(data, *STILL))[1] - one) > 0.01
+    OpenFold.load(native).save(public, form="mlperf")
+    overrides = (*REPRODUCIBLE, "train.steps=1", "data.pictures=0")
+    for path in (native, public):
+        assert APP.run(data, tmp_path / f"run-{path.stem}", f"start.weights={path}", *overrides) == 0
+    first, second = (metric_by_step(tmp_path / f"run-{path.stem}")[1] for path in (native, public))
+    assert first == pytest.approx(second, rel=1e-12) and abs(metric_by_step(APP.cached_run(data, *REPRODUCIBLE))[1] - first) > 0.01
 
 
 @pytest.mark.parametrize("kind, text", [
@@ -362,72 +362,72 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, kind: str, text: st
 # ---- logs, refusals
 
 
-@pytest.mark.parametrize(("ranks", "words", "text"), [
+@pytest.mark.parametrize(("ranks", "overrides", "text"), [
     (4, "mesh.axial=3", "mesh axial 3 needs a multiple of 3 processes, but 4 were started"),
     (3, "mesh.axial=3 data.batch=3", "mesh.axial is 3, which does not divide the "),
     (4, "mesh.axial=4 features.crop=3", "mesh.axial is 4, but features.crop is 3: less than one per rank"),
     (4, "mesh.axial=4 features.extra=3", "mesh.axial is 4, but features.extra is 3: less than one per rank"),
 ])  # fmt: skip
-def test_a_cut_that_does_not_fit_is_refused_before_training(data: Path, tmp_path: Path, ranks: int, words: str, text: str) -> None:
-    codes, said = ended(APP.command(data, tmp_path / "run", *words.split()), tmp_path / "said", ranks)
-    assert codes == [2] * ranks and text in said and "Traceback" not in said, said
+def test_an_axial_size_that_does_not_fit_is_refused(data: Path, tmp_path: Path, ranks: int, overrides: str, text: str) -> None:
+    codes, output = run_on_ranks(APP.command(data, tmp_path / "run", *overrides.split()), tmp_path / "output", ranks)
+    assert codes == [2] * ranks and text in output and "Traceback" not in output, output
     assert not (tmp_path / "run" / "settings.yaml").exists()
 
 
-def test_a_whole_chain_that_is_too_short_to_be_cut_is_named_before_training(data: Path) -> None:
+def test_a_chain_that_is_too_short_to_be_sharded_is_named_before_training(data: Path) -> None:
     rows = Rows(data / "validation", FIELDS)
     _check_lengths(rows, np.arange(6), int(rows.column("residues").min()))
     with pytest.raises(DataError, match=r"validation/\S+ row \d+: \d+ residues for the 99 ranks of mesh.axial; take"):
         _check_lengths(rows, np.arange(6), 99)
 
 
-def ended(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
+def run_on_ranks(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
     with fork_processes(call, output, ranks) as forks:
         return forks.wait(60)
 
 
-def test_a_rank_that_is_killed_in_a_collective_of_a_cut_chain_ends_the_others_with_its_name(
+def test_a_rank_that_is_killed_in_a_collective_of_a_sharded_chain_ends_the_others_with_its_name(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hpcai.parallel import axial
 
-    move, moves = axial.AllToAll.forward, itertools.count()
+    forward, calls = axial.AllToAll.forward, itertools.count()
 
-    def killed(self: Any, *given: Any) -> Any:
-        if os.environ["RANK"] == "2" and next(moves) == 30:  # in the second step, while rank 3 waits for it
+    def kill_rank_2(self: Any, *args: Any) -> Any:
+        if os.environ["RANK"] == "2" and next(calls) == 30:  # in the second step, while rank 3 waits for it
             os.kill(os.getpid(), signal.SIGKILL)
-        return move(self, *given)
+        return forward(self, *args)
 
-    monkeypatch.setattr(axial.AllToAll, "forward", killed)
-    began = time.monotonic()
-    codes, said = ended(APP.command(data, tmp_path / "run", "mesh.axial=2"), tmp_path / "said", 4)
-    assert codes[2] == -signal.SIGKILL and all(code == 1 for code in codes[:2] + codes[3:]), (codes, said)
-    assert "rank 2 on " in said and "failed: its process ended without a report: killed by a signal" in said
-    assert time.monotonic() - began < 30
-    assert (tmp_path / "run" / "metrics.jsonl").exists(), "it was killed while the run was under way"
+    monkeypatch.setattr(axial.AllToAll, "forward", kill_rank_2)
+    start = time.monotonic()
+    codes, output = run_on_ranks(APP.command(data, tmp_path / "run", "mesh.axial=2"), tmp_path / "output", 4)
+    assert codes[2] == -signal.SIGKILL and all(code == 1 for code in codes[:2] + codes[3:]), (codes, output)
+    assert "rank 2 on " in output and "failed: its process ended without a report: killed by a signal" in output
+    assert time.monotonic() - start < 30
+    assert (tmp_path / "run" / "metrics.jsonl").exists(), "the rank is killed during the run"
 
 
-def spoiled(data: Path) -> Path:
-    """The chains, of which one for training has a position that is NaN."""
-    folder = data.with_name("spoiled")
+def damaged_chains(data: Path) -> Path:
+    """Return a copy of the dataset in which one training chain has a NaN position."""
+    folder = data.with_name("damaged")
     if not folder.exists():
-        spoil(shutil.copytree(data, folder), "nan")
+        damage_data(shutil.copytree(data, folder), "nan")
     return folder
 
 
-SKIP = (*STILL, "data.on_bad_sample=skip", "data.pictures=0")
+SKIP = (*REPRODUCIBLE, "data.on_bad_sample=skip", "data.pictures=0")
 
 
-def test_a_chain_that_cannot_be_read_is_replaced_and_told(data: Path) -> None:
-    run = APP.cached_run(spoiled(data), *SKIP)
+def test_a_chain_that_cannot_be_read_is_replaced_and_logged(data: Path) -> None:
+    run = APP.cached_run(damaged_chains(data), *SKIP)
     notes = [e["text"] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "note"]
-    named = [text for text in notes if "is skipped" in text]
-    assert len(named) == 1 and re.search(r"train/\S+\.h5: row 0 of 'positions' holds NaN or infinity", named[0]), notes
+    skipped = [text for text in notes if "is skipped" in text]
+    assert len(skipped) == 1 and re.search(r"train/\S+\.h5: row 0 of 'positions' holds NaN or infinity", skipped[0]), notes
     assert any(text.endswith("samples skipped so far") for text in notes)
 
 
-def test_a_chain_that_cannot_be_read_is_replaced_alike_on_the_processes_of_a_copy(data: Path, tmp_path: Path) -> None:
-    APP.on_ranks(4, spoiled(data), tmp_path / "run", *SKIP, "mesh.axial=2")
+def test_a_chain_that_cannot_be_read_is_replaced_equally_on_the_ranks_of_a_replica(data: Path, tmp_path: Path) -> None:
+    APP.on_ranks(4, damaged_chains(data), tmp_path / "run", *SKIP, "mesh.axial=2")
     notes = [e["text"] for e in log.read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "note"]
     assert sum("is skipped" in text for text in notes) == 1
-    assert metric_by_step(tmp_path / "run") == pytest.approx(metric_by_step(APP.cached_run(spoiled(data), *SKIP)), rel=1e-9)
+    assert metric_by_step(tmp_path / "run") == pytest.approx(metric_by_step(APP.cached_run(damaged_chains(data), *SKIP)), rel=1e-9)

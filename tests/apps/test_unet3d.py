@@ -1,4 +1,4 @@
-"""The 3D U-Net app as its users start it: alone, cut over ranks, resumed, with every way to read, and with bad input."""
+"""The 3D U-Net app from its command line: on one process, sharded, resumed, with each reader, and with bad input."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,24 +20,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class TestContract(AppContract):
-    leaves = ["maps.npz"]
-    shows = "mean_dice"
-    exactly = ["train.epochs=1", "step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
+    artifacts = ["maps.npz"]
+    report_text = "mean_dice"
+    exact = ["train.epochs=1", "step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
     jobs = ["4 mesh.depth=2 mesh.height=2", "4 mesh.depth=2 data.window_group=2",
             "2 mesh.depth=2 train.evaluate=background"]  # fmt: skip
-    close = 1e-5
+    rtol = 1e-5
     compared = {"train": ("loss",), "evaluate": ("dice_tumour", "loss")}
     configs = ["gpu1", "node", "small", "spatial8"]
-    ways = ["data.reader=direct"]
-    test_the_mlperf_log_of_a_run_keeps_the_rules = None  # there is none in MLPerf HPC
-    refused = [
+    data_settings = ["data.reader=direct"]
+    test_the_mlperf_log_of_a_run_passes_the_checker = None  # there is none in MLPerf HPC
+    refusals = [
         ("", ("model.window=[32,64,64]",), "smaller than model.window 32 x 64 x 64"),
         ("", ("model.spacing_mm=[4.8,3.6,3.6]",), "voxels of 14 x 9 x 9 mm, model.spacing_mm is 4.8 x 3.6 x 3.6"),
         ("", ("data.reader=gds",), "data.reader is gds, but crops are flipped on the CPU"),
         ("", ("data.window_group=2", "train.evaluate=background"), "window_group is 2 and train.evaluate background"),
     ]  # fmt: skip
 
-    def check(self, name: str, cfg: Any) -> None:
+    def check_config(self, name: str, cfg: Any) -> None:
         assert cfg.train.better == "higher" and cfg.train.metric == "mean_dice"
         if name != "small":  # the benchmark: network, optimizer, schedule of evaluations
             assert cfg.model == Config().model and cfg.train.target == 0.908 and cfg.data.augment.foreground == 0.4
@@ -72,60 +72,60 @@ OPENED: list[Rows] = []
 
 
 @pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
+def closed_rows() -> Iterator[None]:
     yield
     while OPENED:
         OPENED.pop().close()
 
 
-def rows(folder: Path, way: str = "direct") -> Rows:
-    OPENED.append(Rows(folder, FIELDS, reader=way))
+def open_rows(folder: Path, reader: str = "direct") -> Rows:
+    OPENED.append(Rows(folder, FIELDS, reader=reader))
     return OPENED[-1]
 
 
-def crops(data: Path, box: tuple[slice, ...] = (slice(None),) * 3, repeat: int = 1, **more: Any) -> Crops:
-    return Crops(rows(data / "train"), WINDOW, AugmentConfig(**more), 7, box, repeat)
+def open_crops(data: Path, box: tuple[slice, ...] = (slice(None),) * 3, repeat: int = 1, **augmentation: Any) -> Crops:
+    return Crops(open_rows(data / "train"), WINDOW, AugmentConfig(**augmentation), 7, box, repeat)
 
 
-def test_a_part_of_a_crop_is_that_part_and_reads_no_more(data: Path) -> None:
-    more = {"foreground": 0.5, "flip": 0.5, "brighter": 0.5, "noisy": 0.5}
+def test_a_shard_of_a_crop_equals_that_of_the_full_crop_and_reads_no_more(data: Path) -> None:
+    augmentation = {"foreground": 0.5, "flip": 0.5, "brighter": 0.5, "noisy": 0.5}
     for box in ((slice(0, 8),), (slice(8, 16), slice(16, 32)), (slice(5, 16), slice(0, 11), slice(3, 20))):
-        whole, part = crops(data, **more), crops(data, (*box, *(slice(None),) * (3 - len(box))), **more)
-        for index in range(len(whole)):
+        full, shard = open_crops(data, **augmentation), open_crops(data, (*box, *(slice(None),) * (3 - len(box))), **augmentation)
+        for index in range(len(full)):
             for epoch in range(4):
-                a, b = whole.sample(index, epoch), part.sample(index, epoch)
-                assert np.array_equal(a.label[box], b.label)
-                np.testing.assert_array_equal(a.image[box], b.image)
+                expected, actual = full.sample(index, epoch), shard.sample(index, epoch)
+                assert np.array_equal(expected.label[box], actual.label)
+                np.testing.assert_array_equal(expected.image[box], actual.image)
         if len(box) == 1:
-            assert part.rows.reader.transferred < 0.8 * whole.rows.reader.transferred
+            assert shard.rows.reader.transferred < 0.8 * full.rows.reader.transferred
 
 
 def test_a_crop_is_a_function_of_seed_epoch_and_index(data: Path) -> None:
-    one, two = crops(data, repeat=2), crops(data, repeat=2)
-    assert len(one) == 12 and one.draw_crop(3, 1) == two.draw_crop(3, 1)
-    assert len({one.draw_crop(index, epoch) for index in (3, 9) for epoch in (0, 1)}) == 4, "crops of one volume differ"
-    assert one.describe(3) == one.describe(9)
+    first, second = open_crops(data, repeat=2), open_crops(data, repeat=2)
+    assert len(first) == 12 and first.draw_crop(3, 1) == second.draw_crop(3, 1)
+    assert len({first.draw_crop(index, epoch) for index in (3, 9) for epoch in (0, 1)}) == 4, "crops of one volume differ"
+    assert first.describe(3) == first.describe(9)
 
 
-def test_how_often_crops_hold_foreground_and_are_changed(data: Path) -> None:
-    source = crops(data, foreground=0.4)
-    drawn = [source.draw_crop(index, epoch) for epoch in range(400) for index in range(6)]
-    n = len(drawn)
+def test_frequencies_of_foreground_and_augmentations_in_crops(data: Path) -> None:
+    source = open_crops(data, foreground=0.4)
+    draws = [source.draw_crop(index, epoch) for epoch in range(400) for index in range(6)]
+    n = len(draws)
     for dim in range(3):
-        assert abs(sum(dim in c.flips for c in drawn) / n - 1 / 3) < 0.04
-    factors, noises = [c.factor for c in drawn if c.factor != 1], [c.noise for c in drawn if c.noise]
+        assert abs(sum(dim in c.flips for c in draws) / n - 1 / 3) < 0.04
+    factors, noises = [c.factor for c in draws if c.factor != 1], [c.noise for c in draws if c.noise]
     assert abs(len(factors) / n - 0.1) < 0.025 and 1.7 <= min(factors) < 1.75 and 2.25 < max(factors) <= 2.3
     assert abs(len(noises) / n - 0.1) < 0.025 and max(noises) <= 0.1 and abs(np.mean(noises) - 0.05) < 0.01
     shapes = [source.rows.shape(index, "image") for index in range(6)]
-    for k, crop in enumerate(drawn):
-        assert all(0 <= at <= n - w for at, n, w in zip(crop.corner, shapes[k % 6], WINDOW))
+    for k, crop in enumerate(draws):
+        assert all(0 <= start <= n - w for start, n, w in zip(crop.corner, shapes[k % 6], WINDOW))
 
-    always = crops(data, foreground=1.0, flip=0, brighter=0, noisy=0)
+    always = open_crops(data, foreground=1.0, flip=0, brighter=0, noisy=0)
     assert all((always.sample(index, epoch).label > 0).any() for index in range(6) for epoch in range(20))
 
 
-def test_crops_hold_the_pieces_that_the_boxes_name(data: Path) -> None:
-    source = crops(data, foreground=1.0)
+def test_crops_contain_the_components_of_the_boxes(data: Path) -> None:
+    source = open_crops(data, foreground=1.0)
     for index in range(6):
         boxes = [box for box in source.rows.read(index)["boxes"].reshape(-1, 6) if box[3] > box[0]]
         for epoch in range(15):
@@ -135,21 +135,21 @@ def test_crops_hold_the_pieces_that_the_boxes_name(data: Path) -> None:
             assert any(inside), (corner, boxes)
 
 
-def test_noise_is_normal_and_of_its_place() -> None:
-    whole = np.stack([normal(seed, (32, 32, 32), [(0, 32)] * 3) for seed in (4, 2**61 + 7)])
+def test_noise_is_normal_and_a_function_of_position() -> None:
+    full = np.stack([normal(seed, (32, 32, 32), [(0, 32)] * 3) for seed in (4, 2**61 + 7)])
     part = normal(4, (32, 32, 32), [(3, 9), (0, 32), (30, 32)])
-    assert np.array_equal(part, whole[0, 3:9, :, 30:32])
-    assert abs(whole.mean()) < 0.01 and abs(whole.std() - 1) < 0.01 and abs((whole**4).mean() - 3) < 0.15
-    rows = whole.reshape(2, -1)
-    assert abs(np.corrcoef(rows)[0, 1]) < 0.02, "of two seeds"
+    assert np.array_equal(part, full[0, 3:9, :, 30:32])
+    assert abs(full.mean()) < 0.01 and abs(full.std() - 1) < 0.01 and abs((full**4).mean() - 3) < 0.15
+    flat = full.reshape(2, -1)
+    assert abs(np.corrcoef(flat)[0, 1]) < 0.02, "two seeds are independent"
     for shift in (1, 32, 1024):
-        assert abs((rows[:, :-shift] * rows[:, shift:]).mean()) < 0.02, shift
+        assert abs((flat[:, :-shift] * flat[:, shift:]).mean()) < 0.02, shift
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("way", ["direct", "memory"])
-def test_a_batch_of_volumes_may_be_written_and_rows_that_are_kept_stay(data: Path, way: str) -> None:
-    source = Volumes(rows(data / "validation", way))
+@pytest.mark.parametrize("reader", ["direct", "memory"])
+def test_writing_to_a_batch_of_volumes_does_not_change_cached_rows(data: Path, reader: str) -> None:
+    source = Volumes(open_rows(data / "validation", reader))
     for _ in range(2):
         (batch,) = source.collate([source.sample(0, 0)])
         assert (batch.image >= -9).all() and batch.image.shape == (1, *source.rows.shape(0, "image"))
@@ -159,13 +159,13 @@ def test_a_batch_of_volumes_may_be_written_and_rows_that_are_kept_stay(data: Pat
 def test_the_largest_volumes_are_evaluated_first(data: Path) -> None:
     from hpcai.data.sampler import LargestFirst
 
-    source = Volumes(rows(data / "validation"))
-    model = config.load(Config, APP.small, [*APP.quick]).model
+    source = Volumes(open_rows(data / "validation"))
+    model = config.load(Config, APP.small_config, [*APP.quick_settings]).model
     counts = [source.windows(index, model) for index in range(3)]
-    for index, count in enumerate(counts):  # the formula of the fact sheet
+    for index, count in enumerate(counts):  # the number of sliding windows
         sides = zip(source.rows.shape(index, "image"), WINDOW)
         assert count == np.prod([n // (w // 2) - 1 + (n % (w // 2) >= w // 4) for n, w in sides])
     sampler = LargestFirst([3, 9, 1, 5, 4, 2], replicas=4, group=2)
-    dealt = [sorted(sampler.order(0)[sampler.assign(sampler.order(0), rank, 4)]) for rank in range(4)]
-    assert dealt == [[0, 1], [0, 1], [2, 3, 4, 5], [2, 3, 4, 5]]
+    assigned = [sorted(sampler.order(0)[sampler.assign(sampler.order(0), rank, 4)]) for rank in range(4)]
+    assert assigned == [[0, 1], [0, 1], [2, 3, 4, 5], [2, 3, 4, 5]]
     assert sampler.order(0)[:2].tolist() == [1, 3]

@@ -1,4 +1,4 @@
-"""`hpcai verify-resume`: ten kills of a short run lose nothing, and a run that does lose something is told."""
+"""`hpcai verify-resume`: ten kills of a short run lose nothing, and a run that loses state is reported."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.apps.app_runs import ROOT
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     data = universes.write_universes(tmp_path_factory.mktemp("universes") / "data", size=16)
     return [
         str(ROOT / "apps/cosmoflow/configs/small.yaml"), "model.size=16", "model.blocks=4", "model.filters=2", "model.dropout=0",
@@ -27,31 +27,31 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.slow
-def test_ten_kills_lose_nothing(words: list[str], tmp_path: Path) -> None:
-    kept(verify("cosmoflow", words, tmp_path, 10, [1]), 10)
+def test_ten_kills_lose_nothing(overrides: list[str], tmp_path: Path) -> None:
+    check_nothing_lost(verify("cosmoflow", overrides, tmp_path, 10, [1]), 10)
     assert not list(tmp_path.glob("run-*/")), "runs that were compared are removed"
 
 
 @pytest.mark.claim
 @pytest.mark.timeout(1800)
-def test_a_hundred_kills_on_one_two_and_four_processes_lose_nothing(words: list[str], tmp_path: Path) -> None:
-    result = verify("cosmoflow", words, tmp_path, 100, [1, 2, 4])
+def test_a_hundred_kills_on_one_two_and_four_processes_lose_nothing(overrides: list[str], tmp_path: Path) -> None:
+    result = verify("cosmoflow", overrides, tmp_path, 100, [1, 2, 4])
     print(*result.lines(), sep="\n")
-    kept(result, 100)
+    check_nothing_lost(result, 100)
 
 
-def kept(result: Result, kills: int) -> None:
+def check_nothing_lost(result: Result, kills: int) -> None:
     assert len(result.kills) == kills and [run.problem for run in result.runs if run.problem] == []
     assert any(kill.left_partial for kill in result.kills), "no kill hit a save"
     assert not any(kill.hung for kill in result.kills)
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Moments that begin anew with a resume change what is learnt."""
-    whole = Checkpoints._load
+def test_a_run_that_loses_state_is_reported(overrides: list[str], tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """A resume that resets the optimizer moments changes the weights."""
+    load = Checkpoints._load
 
-    def strike(self, run, ranks):  # type: ignore[no-untyped-def]
+    def kill_after_first_save(self, run, ranks):  # type: ignore[no-untyped-def]
         with fork_processes(self.command(run), tmp_path / "out") as forks:
             while not list_checkpoints(run / "checkpoints"):
                 assert forks.processes[0].is_alive()
@@ -60,15 +60,15 @@ def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, ca
             forks.wait()
         return Kill(ranks, False, True, False, False)
 
-    def forgets(self, held, step):  # type: ignore[no-untyped-def]
-        whole(self, held, step)
+    def load_without_moments(self, reader, step):  # type: ignore[no-untyped-def]
+        load(self, reader, step)
         for state in step.optimizer.states:
             for moment in state.moments.values():
                 moment.zero_()
 
-    monkeypatch.setattr(Checkpoints, "_load", forgets)
-    monkeypatch.setattr(verify_resume._Killer, "kill_once", strike)
-    assert verify_resume.main(["cosmoflow", *words, "--kills", "1"]) == 1
+    monkeypatch.setattr(Checkpoints, "_load", load_without_moments)
+    monkeypatch.setattr(verify_resume._Killer, "kill_once", kill_after_first_save)
+    assert verify_resume.main(["cosmoflow", *overrides, "--kills", "1"]) == 1
     assert "tensors differ" in capsys.readouterr().out
 
 
@@ -76,11 +76,11 @@ def test_a_process_that_hangs_after_another_was_killed_fails(capsys, monkeypatch
     result = Result([Kill(2, False, False, False, True), Kill(2, True, True, True, False)], [Verdict([2])])
     monkeypatch.setattr(verify_resume, "verify", lambda *_: result)
     assert verify_resume.main(["cosmoflow"]) == 1
-    shown = capsys.readouterr().out
-    assert "1 kills of all of 2 processes, in a save: 1 partial checkpoints left" in shown and "after 1 kills" in shown
+    stdout = capsys.readouterr().out
+    assert "1 kills of all of 2 processes, in a save: 1 partial checkpoints left" in stdout and "after 1 kills" in stdout
 
 
-def test_weights_of_changing_numbers_are_as_close_as_the_references_times_ten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_changing_rank_counts_may_differ_by_ten_times_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
     killer = verify_resume._Killer("cosmoflow", [], Path(), None)  # type: ignore[arg-type]
     killer.references[2] = {"model/w": torch.ones(3)}
     monkeypatch.setattr(verify_resume, "_last_checkpoint", lambda run: {"model/w": torch.tensor([1.0, 1.0, 0.75])})
@@ -88,7 +88,7 @@ def test_weights_of_changing_numbers_are_as_close_as_the_references_times_ten(mo
     assert problems == ["", "weights differ by 0.25, allowed 0.24", "1 tensors differ, first model/w"]
 
 
-def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+def test_invalid_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no app 'nothing'"):
         verify("nothing", [], tmp_path, 1, [1])
     with pytest.raises(ConfigError, match="exit codes .2."):

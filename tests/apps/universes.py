@@ -1,4 +1,4 @@
-"""A very small set of universes, for tests that need files and not physics."""
+"""A very small dataset of universes, for tests that need files rather than physics."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def write_universes(folder: Path, size: int = 32, train: int = 6, validation: int = 3, rows: int = 4) -> Path:
-    """``train`` and ``validation`` files of ``rows`` Poisson universes whose mean and clumping follow two of four parameters."""
+    """Write files of ``rows`` Poisson universes each, whose mean and clumping follow two of four parameters."""
     for split, count in (("train", train), ("validation", validation)):
         (folder / split).mkdir(parents=True)
         files = []
@@ -21,11 +21,11 @@ def write_universes(folder: Path, size: int = 32, train: int = 6, validation: in
                 file["counts"] = rng.poisson(density).astype(np.int16)
                 file["target"] = np.tile(target, (rows, 1))
             files.append({"name": path.name, "rows": rows, "bytes": path.stat().st_size})
-        about = {
+        index = {
             "format": 1, "files": files, "shape": [size] * 3 + [4], "parameters": ["Omega_m", "sigma_8", "n_s", "H_0"],
             "low": [0.27, 0.72, 0.86, 63.0], "high": [0.33, 0.88, 1.06, 77.0], "units": ["", "", "", "km/s/Mpc"],
         }  # fmt: skip
-        (folder / split / "index.json").write_text(json.dumps(about))
+        (folder / split / "index.json").write_text(json.dumps(index))
     cells = np.concatenate([np.log1p(h5py.File(p)["counts"][:]).reshape(-1, 4) for p in sorted(folder.glob("train/*.h5"))])
     log1p = {"mean": cells.mean(0, dtype=float).tolist(), "covariance": np.cov(cells.T).tolist()}
     (folder / "statistics.json").write_text(json.dumps({"splits": {"train": {"log1p": log1p}}}))

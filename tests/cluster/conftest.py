@@ -1,4 +1,4 @@
-"""``slurm``: one real Slurm for all tests of this folder, started on first use. ``submit``: a job of it, on ``data``."""
+"""A real Slurm for all tests of this folder, started on first use, and a function that submits jobs to it."""
 
 import subprocess
 import sys
@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from tests.apps.universes import write_universes
-from tests.cluster.one_machine_slurm import OneMachineSlurm, missing
-from tests.cluster.submitted import ENDLESS, Submit
+from tests.cluster.one_machine_slurm import OneMachineSlurm, unavailable_reason
+from tests.cluster.slurm_jobs import ENDLESS, Submit
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachineSlurm]:
-    """Two nodes, n1 and n2, of four CPUs and four make-believe GPUs each."""
-    reason = missing()
+    """Two nodes, n1 and n2, of four CPUs and four emulated GPUs each."""
+    reason = unavailable_reason()
     if reason:
         pytest.skip(f"no Slurm on this machine: {reason}")
     with OneMachineSlurm(tmp_path_factory.mktemp("slurm") / "cluster") as running:
-        # Over UCX the MPICH wheel (5.0) tells its peers 4 KiB of its heap beside its address, through lines of Slurm's PMI that
-        # hold 1,024 characters: whether they fit depends on what lies there. Over libfabric it sends the address alone.
+        # Over UCX the MPICH wheel (5.0) sends 4 KiB of its heap with its address, in lines of Slurm's PMI of up to 1,024
+        # characters: whether they fit depends on the content of the heap. Over libfabric it sends only the address.
         running.env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HPCAI_TIMEOUT": "60"}
         running.env |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
         yield running
@@ -35,13 +35,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def submit(slurm: OneMachineSlurm, data: Path) -> Submit:
-    def submit(run: Path, *words: str) -> list[str]:
+    def submit(run: Path, *args: str) -> list[str]:
         command = [
             sys.executable, "-m", "hpcai.cli", "job", "cosmoflow", "apps/cosmoflow/configs/small.yaml", *ENDLESS,
-            f"data.directory={data}", f"report.directory={run}", "--site", "generic", "--any-directory", "--submit", *words,
+            f"data.directory={data}", f"report.directory={run}", "--site", "generic", "--any-directory", "--submit", *args,
         ]  # fmt: skip
-        done = subprocess.run(command, env=slurm.env, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        result = subprocess.run(command, env=slurm.env, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.split()
 
     return submit

@@ -1,7 +1,7 @@
-"""A real Slurm on this machine alone: several slurmd on loopback ports, as root, beside any other and without its files.
+"""A real Slurm on one machine: several slurmd on loopback ports, as root, independent of another Slurm of the machine.
 
-No systemd, no cgroups, no accounting: what Debian's packages give (apt-get install slurm-wlm munge libpmix-dev). Each start has
-its own folder, munge key, socket and ports, and ends by the process ids that it recorded.
+No systemd, no cgroups, no accounting: Debian's packages suffice (apt-get install slurm-wlm munge libpmix-dev). Each start has its
+own folder, munge key, socket and ports, and ends by the process ids that it recorded.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from pathlib import Path
 PACKAGES = "slurm-wlm munge libpmix-dev"
 
 
-def missing() -> str | None:
-    """Why no Slurm can be started here; None when one can."""
+def unavailable_reason() -> str | None:
+    """Return the reason that no Slurm can be started on this machine, or None."""
     absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if shutil.which(name) is None]
     if absent:
         return f"{', '.join(absent)} not found: apt-get install -y --no-install-recommends {PACKAGES}"
@@ -30,7 +30,7 @@ def missing() -> str | None:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Result:
     code: int
     out: str
     err: str
@@ -45,9 +45,9 @@ class OneMachineSlurm:
     ) -> None:
         self.folder, self._nodes, self._cpus, self._gpus, self._options = folder, nodes, cpus, gpus, dict(options or {})
         conf = str(folder / "slurm.conf")
-        strange = ("SLURM_", "SBATCH_", "PMI", "OMPI_", "MPI", "PALS_", "MASTER_", "TORCHELASTIC_", "HPCAI_")
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-        # The nodes' names resolve nowhere, so rank 0 is named by hand; some tools look for USER
+        launcher_variables = ("SLURM_", "SBATCH_", "PMI", "OMPI_", "MPI", "PALS_", "MASTER_", "TORCHELASTIC_", "HPCAI_")
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(launcher_variables)}
+        # Names of nodes do not resolve, so the address of rank 0 is set; some tools need USER
         self.env |= {"SLURM_CONF": conf, "HPCAI_ADDRESS": "127.0.0.1", "USER": "root"}
 
     def __enter__(self) -> "OneMachineSlurm":
@@ -61,35 +61,35 @@ class OneMachineSlurm:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def srun(self, words: Sequence[str | Path], timeout: float = 60, **environ: str) -> Ended:
-        return self._run(["srun", *words], timeout, environ)
+    def srun(self, args: Sequence[str | Path], timeout: float = 60, **environ: str) -> Result:
+        return self._run(["srun", *args], timeout, environ)
 
-    def sbatch(self, script: str, *options: str, wait: bool = True, timeout: float = 90, **environ: str) -> Ended:
-        """Submit the text of a script. With ``wait``, ``out`` is what the job wrote and ``code`` its exit code; else the job id."""
+    def sbatch(self, script: str, *options: str, wait: bool = True, timeout: float = 90, **environ: str) -> Result:
+        """Submit the text of a script. With ``wait``, the result has the output and exit code of the job; else its id."""
         number = len(list(self.folder.glob("job*.sh")))
         file, output = self.folder / f"job{number}.sh", self.folder / f"job{number}.out"
         file.write_text("#!/bin/bash\n" + script)
-        began = time.monotonic()
-        sent = self._run(["sbatch", "--parsable", f"--output={output}", "--open-mode=append", *options, file], timeout, environ)
-        if not wait or sent.code:
-            return Ended(sent.code, sent.out.strip(), sent.err, sent.seconds)
-        job = sent.out.strip()
-        # Not sbatch --wait, which looks at ever longer intervals
+        start = time.monotonic()
+        reply = self._run(["sbatch", "--parsable", f"--output={output}", "--open-mode=append", *options, file], timeout, environ)
+        if not wait or reply.code:
+            return Result(reply.code, reply.out.strip(), reply.err, reply.seconds)
+        job = reply.out.strip()
+        # Not sbatch --wait, which polls at increasing intervals
         self.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", timeout=timeout)
         code = re.search(r"ExitCode=(\d+):", self.command("scontrol", "show", "job", job))
         assert code is not None
-        written = output.read_text() if output.exists() else ""
-        return Ended(int(code[1]), written, sent.err, time.monotonic() - began)
+        stdout = output.read_text() if output.exists() else ""
+        return Result(int(code[1]), stdout, reply.err, time.monotonic() - start)
 
-    def command(self, *words: str) -> str:
-        """The output of scontrol, squeue, scancel and the like; raises when it fails."""
-        ended = self._run(list(words), 30, {})
-        if ended.code:
-            raise RuntimeError(f"{' '.join(words)}: exit code {ended.code}: {ended.err}")
-        return ended.out
+    def command(self, *args: str) -> str:
+        """Return the output of scontrol, squeue, scancel and the like. Raises RuntimeError if the command fails."""
+        result = self._run(list(args), 30, {})
+        if result.code:
+            raise RuntimeError(f"{' '.join(args)}: exit code {result.code}: {result.err}")
+        return result.out
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETED, FAILED, ..."""
+        """Return PENDING, RUNNING, COMPLETED, FAILED, ..."""
         return self.command("squeue", "--noheader", "--states=all", "--format=%T", f"--job={job}").strip()
 
     def wait_for(self, job: str, *states: str, timeout: float = 60) -> str:
@@ -100,18 +100,18 @@ class OneMachineSlurm:
             time.sleep(0.2)
         return now
 
-    def _run(self, words: Sequence[str | Path], timeout: float, environ: Mapping[str, str]) -> Ended:
-        began = time.monotonic()
+    def _run(self, args: Sequence[str | Path], timeout: float, environ: Mapping[str, str]) -> Result:
+        start = time.monotonic()
         process = subprocess.Popen(
-            words, env=self.env | environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+            args, env=self.env | environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
         )
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()
-            raise TimeoutError(f"{words[0]} did not end within {timeout} s\n{out}\n{err}") from None
-        return Ended(process.returncode, out, err, time.monotonic() - began)
+            raise TimeoutError(f"{args[0]} did not end within {timeout} s\n{out}\n{err}") from None
+        return Result(process.returncode, out, err, time.monotonic() - start)
 
     def _start(self) -> None:
         for name in (
@@ -127,10 +127,10 @@ class OneMachineSlurm:
         key = self.folder / "munge" / "key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))
-        where = {"key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        own = [f"--{option}={self.folder / 'munge' / name}" for option, name in where.items()]
-        # --force: munged distrusts a key below a folder that all may write
-        self._daemon("munged", "--force", f"--socket={self.folder / 'munge.sock'}", "--num-threads=1", *own)
+        names = {"key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        options = [f"--{option}={self.folder / 'munge' / name}" for option, name in names.items()]
+        # --force: munged refuses a key below a world-writable folder
+        self._daemon("munged", "--force", f"--socket={self.folder / 'munge.sock'}", "--num-threads=1", *options)
         for gpu in range(self._gpus):  # null devices; plain files would be accepted, but leave CUDA_VISIBLE_DEVICES empty
             os.mknod(self.folder / "dev" / f"gpu{gpu}", 0o666 | 0o020000, os.makedev(1, 3))
         self._write_conf()
@@ -144,7 +144,7 @@ class OneMachineSlurm:
             time.sleep(0.1)
 
     def _write_conf(self) -> None:
-        here, host, ports = self.folder, socket.gethostname().split(".")[0], _free_ports(self._nodes + 1)
+        folder, host, ports = self.folder, socket.gethostname().split(".")[0], _free_ports(self._nodes + 1)
         memory = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20 / self._nodes * 0.9)
         settings = {
             "ClusterName": "test",
@@ -155,15 +155,15 @@ class OneMachineSlurm:
             "SlurmUser": "root",
             "SlurmdUser": "root",
             "AuthType": "auth/munge",
-            "AuthInfo": f"socket={here}/munge.sock",
+            "AuthInfo": f"socket={folder}/munge.sock",
             "CredType": "cred/munge",
-            "StateSaveLocation": f"{here}/state",
-            "SlurmdSpoolDir": f"{here}/spool/%n",
-            "TmpFS": f"{here}/tmp/%n",  # one for each node, or PMIx steps of two nodes collide
-            "SlurmctldPidFile": f"{here}/slurmctld.pid",
-            "SlurmdPidFile": f"{here}/slurmd.%n.pid",
-            "SlurmctldLogFile": f"{here}/log/slurmctld.log",
-            "SlurmdLogFile": f"{here}/log/slurmd.%n.log",
+            "StateSaveLocation": f"{folder}/state",
+            "SlurmdSpoolDir": f"{folder}/spool/%n",
+            "TmpFS": f"{folder}/tmp/%n",  # one for each node, or PMIx steps of two nodes collide
+            "SlurmctldPidFile": f"{folder}/slurmctld.pid",
+            "SlurmdPidFile": f"{folder}/slurmd.%n.pid",
+            "SlurmctldLogFile": f"{folder}/log/slurmctld.log",
+            "SlurmdLogFile": f"{folder}/log/slurmd.%n.log",
             "ProctrackType": "proctrack/linuxproc",
             "TaskPlugin": "task/none",
             "JobAcctGatherType": "jobacct_gather/none",
@@ -173,7 +173,7 @@ class OneMachineSlurm:
             "SelectTypeParameters": "CR_Core",
             "SchedulerType": "sched/backfill",
             "SchedulerParameters": "sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0",
-            "SlurmdParameters": "config_overrides",  # more CPUs than there are
+            "SlurmdParameters": "config_overrides",  # more CPUs than the machine has
             "ReturnToService": 2,
             "JobRequeue": 1,
             "KillWait": 5,
@@ -187,16 +187,16 @@ class OneMachineSlurm:
         lines = [f"{name}={value}" for name, value in settings.items()]
         lines += [f"NodeName=n{i + 1} Port={ports[i + 1]} Gres=gpu:{self._gpus} {node}" for i in range(self._nodes)]
         lines += [f"PartitionName=main Nodes=n[1-{self._nodes}] Default=YES MaxTime=INFINITE State=UP"]
-        (here / "slurm.conf").write_text("\n".join(lines) + "\n")
-        (here / "gres.conf").write_text(f"Name=gpu File={here}/dev/gpu[0-{self._gpus - 1}]\n")
+        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/dev/gpu[0-{self._gpus - 1}]\n")
         # Slurm 22.05 reads this file whatever the plugins, and else expects cgroups
-        (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n")
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n")
 
-    def _daemon(self, *words: str) -> None:
-        # It detaches and keeps its output open, so that none is asked for
-        done = subprocess.run(words, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}\n{self._logs()}")
+    def _daemon(self, *args: str) -> None:
+        # Daemons detach and keep their output open: no pipes
+        result = subprocess.run(args, env=self.env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(args)} ended with {result.returncode}\n{self._logs()}")
 
     def _stop(self) -> None:
         if (self.folder / "slurmctld.pid").exists():
@@ -223,7 +223,7 @@ def _end(pid: int) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """False for a zombie, which a detached daemon stays where nobody waits for it."""
+    """Return whether a process runs. An ended daemon stays a zombie if no process waits for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except FileNotFoundError:
@@ -231,7 +231,7 @@ def _alive(pid: int) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Below those that the system gives to connections, which could take one before the daemon does."""
+    """Return ports below the ephemeral ones, which a connection could take before the daemon does."""
     ports: set[int] = set()
     while len(ports) < count:
         port = random.randrange(20000, 30000)
@@ -241,7 +241,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":  # for trying things: one_machine_slurm.py FOLDER, until Ctrl-C
-    reason = missing()
+    reason = unavailable_reason()
     if reason:
         sys.exit(reason)
     with OneMachineSlurm(Path(sys.argv[1])) as running:

@@ -1,7 +1,7 @@
-"""``hpcai job --container`` under real Slurm: what a run in an image sees, and who starts it again.
+"""``hpcai job --container`` under real Slurm: the files that a run in an image can read, and its restart.
 
-The image and Apptainer are stand-ins (stand_in_apptainer.py), its %environment is that of containers/cpu.def. With
-HPCAI_TEST_ROOT=FOLDER it is the root of an image that ``make containers`` left, and nothing of this machine.
+The image and Apptainer are emulated (stand_in_apptainer.py); %environment is that of containers/cpu.def. With
+HPCAI_TEST_ROOT=FOLDER the image is the root that ``make containers`` left, without files of this machine.
 """
 
 import json
@@ -17,8 +17,8 @@ from hpcai.train.checkpoint_reader import list_checkpoints as checkpoints
 from tests.apps.app_runs import App
 from tests.apps.universes import write_universes
 from tests.cluster.one_machine_slurm import OneMachineSlurm
-from tests.cluster.submitted import ENDLESS, Submit, losses, of, start_again, wait_for_step
-from tests.containers.definition import stages
+from tests.cluster.slurm_jobs import ENDLESS, Submit, loss_by_step, read_events, restart_requeued, wait_for_step
+from tests.containers.definition import read_stages
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image made of this machine's system, the environment that runs the tests, and this checkout. It has no Slurm."""
+    """An image of this machine's system, the environment of the tests and this checkout, without Slurm."""
     folder = tmp_path_factory.mktemp("image")
     file = folder / "hpcai.sif"
     if unpacked := os.environ.get("HPCAI_TEST_ROOT"):
@@ -36,19 +36,19 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return file
     meta = folder / "root/.singularity.d/env"
     meta.mkdir(parents=True)
-    (meta / "90-environment.sh").write_text(stages(ROOT / "containers/cpu.def")[-1].sections["environment"])
+    (meta / "90-environment.sh").write_text(read_stages(ROOT / "containers/cpu.def")[-1].sections["environment"])
     system = [f"/{name}" for name in ("usr", "bin", "sbin", "lib", "lib64", "etc") if Path(f"/{name}").exists()]
-    lent = [[path, path] for path in dict.fromkeys([*system, sys.base_prefix])]
-    lent += [[str(ROOT / name), f"/opt/hpcai/src/{name}"] for name in ("hpcai", "apps", "data_prep", "slurm")]
-    lent += [[sys.prefix, "/opt/hpcai/venv"]]
+    mounts = [[path, path] for path in dict.fromkeys([*system, sys.base_prefix])]
+    mounts += [[str(ROOT / name), f"/opt/hpcai/src/{name}"] for name in ("hpcai", "apps", "data_prep", "slurm")]
+    mounts += [[sys.prefix, "/opt/hpcai/venv"]]
     hidden = [path for path in map(shutil.which, SLURM) if path]
-    file.write_text(json.dumps({"root": str(folder / "root"), "lent": lent, "hidden": hidden}))
+    file.write_text(json.dumps({"root": str(folder / "root"), "mounts": mounts, "hidden": hidden}))
     return file
 
 
 @pytest.fixture
 def apptainer(slurm: OneMachineSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The program that jobs find as ``apptainer``."""
+    """The program that jobs run as ``apptainer``."""
     program = tmp_path / "bin/apptainer"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -SEs {HERE / "stand_in_apptainer.py"} "$@"\n')
@@ -57,38 +57,38 @@ def apptainer(slurm: OneMachineSlurm, tmp_path: Path, monkeypatch: pytest.Monkey
     return program
 
 
-def inside(apptainer: Path, image: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    words = [apptainer, "exec", *flags, image, "sh", "-c", script]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+def run_in_image(apptainer: Path, image: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [apptainer, "exec", *flags, image, "sh", "-c", script]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_stand_in_mounts_the_image_and_bound_paths_only(apptainer: Path, image: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    seen = f"command -v {' '.join(SLURM)}; command -v python; ls {tmp_path}; touch /opt/x; touch {tmp_path}/y; exit 7"
-    bare = inside(apptainer, image, seen)
+    commands = f"command -v {' '.join(SLURM)}; command -v python; ls {tmp_path}; touch /opt/x; touch {tmp_path}/y; exit 7"
+    bare = run_in_image(apptainer, image, commands)
     assert bare.stdout == "/opt/hpcai/venv/bin/python\n" and bare.returncode == 7
     assert "Read-only file system" in bare.stderr and not (tmp_path / "y").exists()
-    bound = inside(apptainer, image, seen, "--nv", "--bind", str(tmp_path))
+    bound = run_in_image(apptainer, image, commands, "--nv", "--bind", str(tmp_path))
     assert "file" in bound.stdout and (tmp_path / "y").exists()
-    for words, code, said in (
+    for args, code, message in (
         (["--gpus"], 2, "unrecognized arguments: --gpus"),
         (["--bind", "/nowhere"], 255, "mount source /nowhere doesn't exist"),
     ):
-        found = inside(apptainer, image, "true", *words)
-        assert found.returncode == code and said in found.stderr
-    assert "could not open image" in inside(apptainer, tmp_path / "no.sif", "true").stderr
+        result = run_in_image(apptainer, image, "true", *args)
+        assert result.returncode == code and message in result.stderr
+    assert "could not open image" in run_in_image(apptainer, tmp_path / "no.sif", "true").stderr
 
 
 def test_a_job_in_an_image_equals_the_job_without_one(
     slurm: OneMachineSlurm, submit: Submit, data: Path, image: Path, apptainer: Path, tmp_path: Path
 ) -> None:
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    run, reference = tmp_path / "run", tmp_path / "reference"
     (number,) = submit(run, "--nodes", "2", "--container", str(image), "train.steps=3")
-    App("cosmoflow", write_universes, ENDLESS).on_ranks(2, data, whole, "train.steps=3")
+    App("cosmoflow", write_universes, ENDLESS).on_ranks(2, data, reference, "train.steps=3")
     state = slurm.wait_for(number, "COMPLETED", "FAILED", timeout=90)
     assert state == "COMPLETED", (run / f"job-{number}.out").read_text()
-    assert of(run, "start")[0]["world"] == 2
-    assert list(losses(run)) == [1, 2, 3] and losses(run) == losses(whole)
+    assert read_events(run, "start")[0]["world"] == 2
+    assert list(loss_by_step(run)) == [1, 2, 3] and loss_by_step(run) == loss_by_step(reference)
     assert (run / "report.html").exists()
 
 
@@ -96,19 +96,19 @@ def test_a_job_in_an_image_equals_the_job_without_one(
 def test_a_stopped_run_in_an_image_is_restarted_from_outside(
     slurm: OneMachineSlurm, submit: Submit, data: Path, image: Path, apptainer: Path, tmp_path: Path
 ) -> None:
-    """It reads its data from a folder of the node. The curve is that of a run that nobody stopped, without a container."""
-    run, whole, disk = tmp_path / "run", tmp_path / "whole", tmp_path / "disk"
-    words = ["--nodes", "2", "--container", str(image), "--stage", f"{disk}/$SLURM_JOB_ID", "train.steps=100"]
-    (number,) = submit(run, *words)
+    """The data are staged on the node. The loss curve equals that of an uninterrupted run without a container."""
+    run, reference, disk = tmp_path / "run", tmp_path / "reference", tmp_path / "disk"
+    args = ["--nodes", "2", "--container", str(image), "--stage", f"{disk}/$SLURM_JOB_ID", "train.steps=100"]
+    (number,) = submit(run, *args)
     wait_for_step(run, 3)
     slurm.command("scancel", "--signal=USR1", number)
-    start_again(slurm, number)
-    (stopped,) = of(run, "stop")
+    restart_requeued(slurm, number)
+    (stopped,) = read_events(run, "stop")
     assert stopped["reason"] == "signal"
     assert [path.name for path in checkpoints(run / "checkpoints")] == [f"step-{stopped['step']:08d}"]
-    App("cosmoflow", write_universes, ENDLESS).on_ranks(2, data, whole, "train.steps=100")
+    App("cosmoflow", write_universes, ENDLESS).on_ranks(2, data, reference, "train.steps=100")
     assert slurm.wait_for(number, "COMPLETED", "FAILED", timeout=150) == "COMPLETED", (run / f"job-{number}.out").read_text()
-    assert [e["resumed_from"] for e in of(run, "start")] == [None, stopped["step"]]
-    assert list(losses(run)) == list(range(1, 101)) and losses(run) == losses(whole)
+    assert [e["resumed_from"] for e in read_events(run, "start")] == [None, stopped["step"]]
+    assert list(loss_by_step(run)) == list(range(1, 101)) and loss_by_step(run) == loss_by_step(reference)
     assert f"directory: {disk / number}" in (run / "settings.yaml").read_text()
     assert (run / "report.html").exists()

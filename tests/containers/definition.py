@@ -1,4 +1,4 @@
-"""Apptainer's definitions, read strictly: what Apptainer passes over in silence is an error here."""
+"""Apptainer definition files, parsed strictly: lines that Apptainer ignores silently are errors."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ SCRIPTS = ("post", "environment", "runscript", "test")
 
 
 class Stage(NamedTuple):
-    """A stage of a build: its header, the text of its sections, and which earlier stage its files come from."""
+    """A stage of a build: its header, the text of its sections, and the earlier stage of its files."""
 
     header: dict[str, str]
     sections: dict[str, str]
@@ -21,63 +21,63 @@ class Stage(NamedTuple):
 
 
 class DefinitionError(Exception):
-    """FILE:LINE: what is wrong."""
+    """A definition is invalid; the message begins with FILE:LINE."""
 
 
-def stages(path: Path) -> list[Stage]:
-    """The stages of a definition, with the values of its arguments put in. Raises DefinitionError."""
-    found: list[Stage] = []
+def read_stages(path: Path) -> list[Stage]:
+    """Return the stages of a definition with its arguments substituted. Raises DefinitionError."""
+    parsed: list[Stage] = []
     section: str | None = None
     for number, line in enumerate(path.read_text().splitlines(), 1):
-        where = f"{path}:{number}"
+        location = f"{path}:{number}"
         if match := re.match(r"(\w+):\s*(.*)$", line):
             key = match[1].lower()
             if key not in HEADERS:
-                raise DefinitionError(f"{where}: unknown header {match[1]}; expected one of {', '.join(HEADERS)}")
+                raise DefinitionError(f"{location}: unknown header {match[1]}; expected one of {', '.join(HEADERS)}")
             if key == "bootstrap":
-                found.append(Stage({}, {}, None))
-            if not found or (section is not None and key != "bootstrap"):
-                raise DefinitionError(f"{where}: {match[1]} outside of a header, which begins with Bootstrap")
-            section, found[-1].header[key] = None, match[2]
+                parsed.append(Stage({}, {}, None))
+            if not parsed or (section is not None and key != "bootstrap"):
+                raise DefinitionError(f"{location}: {match[1]} outside of a header, which begins with Bootstrap")
+            section, parsed[-1].header[key] = None, match[2]
         elif match := re.match(r"%(\S+)\s*(.*)$", line):
             section = match[1]
-            if section not in SECTIONS or not found:
-                raise DefinitionError(f"{where}: unknown section %{section}; expected one of %{', %'.join(SECTIONS)}")
-            if section in found[-1].sections:
-                raise DefinitionError(f"{where}: %{section} stands twice in a stage")
-            found[-1].sections[section] = ""
+            if section not in SECTIONS or not parsed:
+                raise DefinitionError(f"{location}: unknown section %{section}; expected one of %{', %'.join(SECTIONS)}")
+            if section in parsed[-1].sections:
+                raise DefinitionError(f"{location}: %{section} occurs twice in a stage")
+            parsed[-1].sections[section] = ""
             if match[2]:
-                earlier = [stage.header.get("stage") for stage in found[:-1]]
+                earlier = [stage.header.get("stage") for stage in parsed[:-1]]
                 if section != "files" or match[2].removeprefix("from ") not in earlier:
-                    raise DefinitionError(f"{where}: %{section} {match[2]}; expected 'from' and one of {earlier}")
-                found[-1] = found[-1]._replace(source=match[2].removeprefix("from "))
+                    raise DefinitionError(f"{location}: %{section} {match[2]}; expected 'from' and one of {earlier}")
+                parsed[-1] = parsed[-1]._replace(source=match[2].removeprefix("from "))
         elif section is not None:
-            found[-1].sections[section] += f"{line}\n"
+            parsed[-1].sections[section] += f"{line}\n"
         elif line.strip() and not line.startswith("#"):
-            raise DefinitionError(f"{where}: {line!r} is neither a header nor in a section")
-    return [_checked(path, stage) for stage in found]
+            raise DefinitionError(f"{location}: {line!r} is neither a header nor in a section")
+    return [_check_stage(path, stage) for stage in parsed]
 
 
-def _checked(path: Path, stage: Stage) -> Stage:
+def _check_stage(path: Path, stage: Stage) -> Stage:
     if missing := [key for key in HEADERS if key not in stage.header]:
         raise DefinitionError(f"{path}: a stage has no {missing[0]}")
-    given = dict(line.split("=", 1) for line in stage.sections.get("arguments", "").split())
+    arguments = dict(line.split("=", 1) for line in stage.sections.get("arguments", "").split())
 
-    def filled(text: str) -> str:
+    def substitute(text: str) -> str:
         for name in re.findall(r"\{\{\s*(\w+)\s*\}\}", text):
-            if name not in given:
+            if name not in arguments:
                 raise DefinitionError(f"{path}: {{{{ {name} }}}} is not among %arguments of stage {stage.header['stage']}")
-        return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: given[match[1]], text)
+        return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: arguments[match[1]], text)
 
-    header = {key: filled(value) for key, value in stage.header.items()}
-    sections = {name: filled(text) for name, text in stage.sections.items()}
+    header = {key: substitute(value) for key, value in stage.header.items()}
+    sections = {name: substitute(text) for name, text in stage.sections.items()}
     for name in SCRIPTS:
-        _look(f"{path}: stage {header['stage']}, %{name}", sections.get(name, ""))
+        _check_script(f"{path}: stage {header['stage']}, %{name}", sections.get(name, ""))
     return Stage(header, sections, stage.source)
 
 
-def _look(where: str, script: str) -> None:
-    """Apptainer runs scripts by sh."""
-    told = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True)
-    if problem := told.stderr.strip() or shellcheck.shellcheck_warnings(script, "--shell=sh"):
-        raise DefinitionError(f"{where}: {problem}")
+def _check_script(location: str, script: str) -> None:
+    """Check a script that Apptainer runs by sh."""
+    result = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True)
+    if problem := result.stderr.strip() or shellcheck.shellcheck_warnings(script, "--shell=sh"):
+        raise DefinitionError(f"{location}: {problem}")

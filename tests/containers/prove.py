@@ -1,11 +1,11 @@
-"""Builds an image from its definition and runs it as a job would, without Apptainer:  make containers
+"""Build an image from its definition and run it as a job would, without Apptainer:  make containers
 
     python -m tests.containers.prove containers/cpu.def --base ROOT --out DIR [--lend PATH ...]
 
-A root file system takes the place of the image that a definition begins with (``--base``, made by debootstrap where it is not
-there), and a mount namespace that of a container. The result then runs as nobody, read-only, without a network: three steps of
-training, a resume, two ranks by both MPI libraries. It proves what the definition does, not Apptainer itself, and needs root.
-``--lend``: files of this machine, such as pip's settings or wheels, that the build sees at the same place.
+A root file system replaces the base image of a definition (``--base``, made by debootstrap if absent), and a mount namespace
+replaces a container. The image then runs as nobody, read-only, without a network: three training steps, a resume, two ranks with
+each MPI library. This tests the definition, not Apptainer itself, and needs root.
+``--lend``: files of this machine, such as pip's settings or wheels, that the build sees at the same path.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.containers.definition import Stage, stages
+from tests.containers.definition import Stage, read_stages
 
 BASE = "ca-certificates"
 LENT = ("/etc/resolv.conf", "/etc/ssl/certs", "/etc/hosts")
@@ -49,16 +49,16 @@ exec chroot --userspec=65534:65534 "$root" "$@"
 """
 
 
-def isolated(script: str, words: Sequence[str], network: bool, **environment: str) -> str:
-    """What a command prints in a mount namespace of its own. Ends the program where it fails."""
+def run_isolated(script: str, args: Sequence[str], network: bool, **environment: str) -> str:
+    """Run a command in a mount namespace of its own and return its output. Raises SystemExit if it fails."""
     flags = ["--mount", "--fork", *([] if network else ["--net", "--pid"])]
-    command = ["unshare", *flags, "bash", "-euo", "pipefail", "-c", script, "_", *words]
-    began = time.monotonic()
-    run = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"  {time.monotonic() - began:6.1f} s   {shlex.join(words[1:])[-150:]}", flush=True)
-    if run.returncode:
-        raise SystemExit(f"{run.stdout[-6000:]}\nexit code {run.returncode}")
-    return run.stdout
+    command = ["unshare", *flags, "bash", "-euo", "pipefail", "-c", script, "_", *args]
+    start = time.monotonic()
+    result = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(f"  {time.monotonic() - start:6.1f} s   {shlex.join(args[1:])[-150:]}", flush=True)
+    if result.returncode:
+        raise SystemExit(f"{result.stdout[-6000:]}\nexit code {result.returncode}")
+    return result.stdout
 
 
 def build(stage: Stage, base: Path, root: Path, roots: dict[str, Path], lent: Sequence[str]) -> None:
@@ -78,29 +78,29 @@ def build(stage: Stage, base: Path, root: Path, roots: dict[str, Path], lent: Se
         head = "#!/bin/sh\nset -e\n" if name == "post" else f"#!/bin/sh\n{environment}\nset -e\n"
         (meta / name).write_text(head + stage.sections.get(name, ""))
         (meta / name).chmod(0o755)
-    isolated(BUILD, [str(root), "/.singularity.d/post"], True, LENT=" ".join((*LENT, *lent)))
+    run_isolated(BUILD, [str(root), "/.singularity.d/post"], True, LENT=" ".join((*LENT, *lent)))
 
 
-def prove(root: Path, scratch: Path) -> None:
+def check_image(root: Path, scratch: Path) -> None:
     """Run an image as nobody, read-only, without a network."""
     scratch.mkdir()
     os.chown(scratch, *map(int, NOBODY.split(":")))
 
-    def run(words: str, loopback: str = "", passed: str = "", script: str = "runscript") -> str:
-        command = [str(root), str(scratch), f"/.singularity.d/{script}", *shlex.split(words)]
-        return isolated(RUN, command, False, LOOPBACK=loopback, PASSED=passed)
+    def run(args: str, loopback: str = "", passed: str = "", script: str = "runscript") -> str:
+        command = [str(root), str(scratch), f"/.singularity.d/{script}", *shlex.split(args)]
+        return run_isolated(RUN, command, False, LOOPBACK=loopback, PASSED=passed)
 
     print("as nobody, read-only, without a network", flush=True)
     run("", script="test")
     run("data_prep.cosmoflow simulate data --universes 8 --size 16 --workers 1")
-    words = "apps.cosmoflow /opt/hpcai/src/apps/cosmoflow/configs/small.yaml data.directory=data data.batch=2 train.epochs=null"
-    words += " model.size=16 model.filters=2 model.blocks=2"
-    run(f"{words} report.directory=run train.steps=3")
-    told = run(f"{words} report.directory=run train.steps=5")
-    assert "step 3" in told or "resum" in told, told
+    args = "apps.cosmoflow /opt/hpcai/src/apps/cosmoflow/configs/small.yaml data.directory=data data.batch=2 train.epochs=null"
+    args += " model.size=16 model.filters=2 model.blocks=2"
+    run(f"{args} report.directory=run train.steps=3")
+    output = run(f"{args} report.directory=run train.steps=5")
+    assert "step 3" in output or "resum" in output, output
     assert (scratch / "run/model.safetensors").is_file()
     for mpi, options in (("mpich", ""), ("openmpi", "--oversubscribe ")):
-        command = f"mpiexec {options}-n 2 python -m {words} report.directory={mpi} train.steps=3"
+        command = f"mpiexec {options}-n 2 python -m {args} report.directory={mpi} train.steps=3"
         run(command, loopback="1", passed=f"HPCAI_MPI={mpi} OMP_NUM_THREADS=1")
         assert '"world": 2' in (scratch / mpi / "metrics.jsonl").read_text()
 
@@ -114,20 +114,20 @@ def main() -> None:
     options = parser.parse_args()
     if os.getuid():
         raise SystemExit("this needs root: it mounts and changes roots")
-    found = stages(options.definition)
+    stages = read_stages(options.definition)
     if not options.base.exists():
-        release = found[0].header["from"].removeprefix("debian:").split("-")[0]
+        release = stages[0].header["from"].removeprefix("debian:").split("-")[0]
         subprocess.run(["debootstrap", "--variant=minbase", f"--include={BASE}", release, options.base], check=True)
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
     roots: dict[str, Path] = {}
-    for stage in found:
+    for stage in stages:
         roots[stage.header["stage"]] = root = options.out / stage.header["stage"]
         build(stage, options.base.resolve(), root, roots, options.lend)
     size = subprocess.run(["du", "-sm", root], capture_output=True, text=True).stdout.split()[0]
     print(f"the image: {size} MB")
-    prove(root.resolve(), options.out.resolve() / "scratch")
-    print("proven")
+    check_image(root.resolve(), options.out.resolve() / "scratch")
+    print("passed")
 
 
 if __name__ == "__main__":

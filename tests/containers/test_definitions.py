@@ -1,19 +1,19 @@
-"""Definitions of images: read strictly, alike but for torch, of files that are there. ``make containers`` builds and runs one."""
+"""Definitions of images are valid, equal except for torch, and name existing files. ``make containers`` builds and runs one."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.containers.definition import DefinitionError, stages
+from tests.containers.definition import DefinitionError, read_stages
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = {"cpu": "cpu", "cuda": "cu130", "rocm": "rocm7.2"}
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_definition_is_whole(name: str) -> None:
-    build, final = stages(ROOT / f"containers/{name}.def")
+def test_a_definition_is_complete(name: str) -> None:
+    build, final = read_stages(ROOT / f"containers/{name}.def")
     for line in build.sections["files"].split("\n")[:-2]:
         source, target = line.split()
         assert (ROOT / source).exists() and target == "/opt/hpcai/src/", line
@@ -34,16 +34,16 @@ GOOD = "Bootstrap: docker\nFrom: a\nStage: one\n%post\n true\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (GOOD.replace("%post", "%psot"), "unknown section %psot"), (GOOD.replace("Stage: one\n", ""), "a stage has no stage"),
         (GOOD.replace("From: a", "From: {{ BASE }}"), "BASE }} is not among %arguments"), (GOOD + " if\n", "%post: "),
         (GOOD + GOOD.replace("one", "two") + "%files from three\n x /\n", r"expected 'from' and one of \['one'\]"),
-        (GOOD + "%post\n", "%post stands twice"), ("words\n" + GOOD, "'words' is neither a header"),
+        (GOOD + "%post\n", "%post occurs twice"), ("text\n" + GOOD, "'text' is neither a header"),
         (GOOD.replace("From", "Form"), "unknown header Form"),
     ],
 )  # fmt: skip
-def test_what_apptainer_would_pass_over_is_told(text: str, told: str, tmp_path: Path) -> None:
+def test_errors_that_apptainer_ignores_are_reported(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "some.def").write_text(text)
-    with pytest.raises(DefinitionError, match=told):
-        stages(tmp_path / "some.def")
+    with pytest.raises(DefinitionError, match=message):
+        read_stages(tmp_path / "some.def")

@@ -58,14 +58,14 @@ def test_the_kernels_of_layer_norms_and_gates_are_their_formulas(of: str) -> Non
     from tests.slow import formulas
 
     if of == "norms":
-        for case, (x, y) in product(formulas.NORMS, formulas.KINDS):
-            formulas.norm(case, x, y, GPU)
-        formulas.norm_of_bad_rows(GPU)
+        for case, (x, y) in product(formulas.LAYOUTS, formulas.DTYPES):
+            formulas.check_layer_norm(case, x, y, GPU)
+        formulas.check_nonfinite_rows(GPU)
         return
     for kind in (torch.float32, torch.bfloat16):
         for case in formulas.GATES:
-            formulas.gates(case, kind, GPU)
-        formulas.halves(kind, GPU)
+            formulas.check_gate(case, kind, GPU)
+        formulas.check_glu_halves(kind, GPU)
 
 
 # ---- batch norm

@@ -27,12 +27,12 @@ NO_FP8 = ON_GPU and torch.cuda.is_available() and not float8.is_supported(DEVICE
 def test_the_kernels_are_their_formulas() -> None:
     from tests.slow import formulas
 
-    for shape, (x, y), has_weight in product(formulas.ROOTS, formulas.KINDS, (True, False)):
-        formulas.root(shape, x, y, GPU, has_weight)
+    for shape, (x, y), has_weight in product(formulas.RMS_NORM_SHAPES, formulas.DTYPES, (True, False)):
+        formulas.check_rms_norm(shape, x, y, GPU, has_weight)
     for shape, kind in product(((3, 7, 88), (5, 77), (1,), (0, 8), (64, 4096)), formulas.ULP):
-        formulas.swiglu(shape, kind, GPU)
-    for case, kind, of, each, neighbours in product(formulas.TURNS, formulas.ULP, formulas.ULP, (True, False), (True, False)):
-        formulas.rotation(case, kind, of, each, GPU, neighbours)
+        formulas.check_swiglu(shape, kind, GPU)
+    for case, kind, of, each, neighbours in product(formulas.ROTARY, formulas.ULP, formulas.ULP, (True, False), (True, False)):
+        formulas.check_rotary(case, kind, of, each, GPU, neighbours)
 
 
 def make_batch(seed: int, packed: bool = False) -> Batch:

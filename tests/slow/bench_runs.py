@@ -1,4 +1,4 @@
-"""Timings that a claim needs: what else a machine does only ever adds, so one good run of a few is enough."""
+"""Timings for claims: other load on the machine only adds time, so one run of several within the bound is enough."""
 
 import json
 import os
@@ -12,20 +12,20 @@ ROOT = Path(__file__).resolve().parents[2]
 TRIES = 5
 
 
-def until(good: Callable[[Any], bool], measure: Callable[[], Any]) -> None:
-    seen = []
+def retry(is_good: Callable[[Any], bool], measure: Callable[[], Any]) -> None:
+    results = []
     for _ in range(TRIES):
-        seen.append(measure())
-        if good(seen[-1]):
+        results.append(measure())
+        if is_good(results[-1]):
             return
-    raise AssertionError(seen)
+    raise AssertionError(results)
 
 
-def bench(*words: str) -> dict[str, Any]:
-    """What ``hpcai bench`` prints with ``--json``, of one thread."""
+def run_bench(*args: str) -> dict[str, Any]:
+    """Return the JSON that ``hpcai bench`` prints with one thread."""
     code = "import sys; from hpcai.cli import main; sys.exit(main())"
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, "bench", *words, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-c", code, "bench", *args, "--json"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What docs/benchmarks.md and the README claim of speed and memory, measured here."""
+"""Claims of docs/benchmarks.md and the README on speed and memory, measured on this machine."""
 
 import os
 import shutil
@@ -26,20 +26,20 @@ from hpcai.train import Step, fit
 from hpcai.train.auto_settings import has_fast_bf16
 from tests.apps.universes import write_universes
 from tests.ranks.launch import on_ranks
-from tests.slow.bench_runs import ROOT, bench, until
+from tests.slow.bench_runs import ROOT, retry, run_bench
 
 pytestmark = pytest.mark.timing
 Rows = list[dict[str, Any]]
 UNET = "model.window=[64, 64, 64]"
 ANGLES = ("detached", "conservative")
-STEPS = [  # how many times as fast as the plain form a step is at least, and where
+STEPS = [  # the least speedup of a step over the reference, and overrides
     *(("cosmoflow", 1.3, [f"model.size={size}", f"data.batch={batch}"]) for size, batch in ((64, 1), (64, 4), (128, 1))),
     ("deepcam", 1.0, ["model.divide=1", "height=384", "width=576"]),
     ("unet3d", 1 / 1.05, [UNET]),
     *(("opencatalyst", 2.0, [f"model.angles={angles}", "data.batch=4"]) for angles in ANGLES),
     ("openfold", 1.0, ["model.blocks=4", "features.crop=64"]),
 ]
-MEMORY = [  # the part of the plain form's memory that training needs at most
+MEMORY = [  # the largest ratio of the memory of training to that of the reference, and overrides
     ("cosmoflow", 1.0, ["model.size=128"]),
     ("deepcam", 1.01, ["model.divide=1", "height=384", "width=576"]),
     ("unet3d", 1.15, [UNET]),
@@ -48,110 +48,110 @@ MEMORY = [  # the part of the plain form's memory that training needs at most
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("app", "least", "words"), STEPS)
-def test_a_step_is_faster_than_that_of_the_plain_form(app: str, least: float, words: list[str]) -> None:
-    def good(row: dict[str, Any]) -> bool:
-        return min(value for name, value in row.items() if name.endswith("_over_ours")) >= least
+@pytest.mark.parametrize(("app", "min_speedup", "overrides"), STEPS)
+def test_a_step_is_faster_than_that_of_the_reference(app: str, min_speedup: float, overrides: list[str]) -> None:
+    def is_good(row: dict[str, Any]) -> bool:
+        return min(value for name, value in row.items() if name.endswith("_over_ours")) >= min_speedup
 
-    until(good, lambda: bench(app, "steps", *words)["steps"][0])
+    retry(is_good, lambda: run_bench(app, "steps", *overrides)["steps"][0])
 
 
-def test_with_the_precision_that_an_app_takes_deepcam_is_much_faster() -> None:
+def test_deepcam_is_much_faster_with_auto_precision() -> None:
     if not has_fast_bf16(torch.device("cpu")):
         pytest.skip("this CPU does not compute in bfloat16 at full speed")
-    words = ("deepcam", "steps", "model.divide=1", "data.batch=2", "--precision", "auto")
-    until(lambda row: row["plain_over_ours"] >= 1.3, lambda: bench(*words)["steps"][0])
+    args = ("deepcam", "steps", "model.divide=1", "data.batch=2", "--precision", "auto")
+    retry(lambda row: row["plain_over_ours"] >= 1.3, lambda: run_bench(*args)["steps"][0])
 
 
-@pytest.mark.parametrize(("app", "most", "words"), MEMORY)
-def test_training_needs_no_more_memory_than_the_plain_form(app: str, most: float, words: list[str]) -> None:
-    row = bench(app, "memory", *words)["memory"][0]
-    assert row["ours_over_plain"] <= most, row
+@pytest.mark.parametrize(("app", "max_ratio", "overrides"), MEMORY)
+def test_training_needs_no_more_memory_than_the_reference(app: str, max_ratio: float, overrides: list[str]) -> None:
+    row = run_bench(app, "memory", *overrides)["memory"][0]
+    assert row["ours_over_plain"] <= max_ratio, row
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_loop_costs_less_than_2_percent() -> None:
-    """``fit`` against clearing gradients, forward, backward and update within the same steps: two loops differ by 5 % by
-    themselves, with the luck of the page tables."""
-    subject, mesh = find_workload("cosmoflow"), dist.single_process()
-    cfg: Any = subject.complete_settings(config.load(subject.settings, None, ["model.size=64"]))
-    batch = subject.random_batch(cfg, range(cfg.data.batch), mesh.device)
-    step = Step(subject.build(cfg, mesh, subject.available_switches(cfg, mesh)), subject.loss, cfg.step, mesh)
+    """``fit`` against zero_grad, forward, backward and update within the same steps: times of two separate loops differ by 5 %,
+    depending on the page tables."""
+    workload, mesh = find_workload("cosmoflow"), dist.single_process()
+    cfg: Any = workload.complete_settings(config.load(workload.settings, None, ["model.size=64"]))
+    batch = workload.random_batch(cfg, range(cfg.data.batch), mesh.device)
+    step = Step(workload.build(cfg, mesh, workload.available_switches(cfg, mesh)), workload.loss, cfg.step, mesh)
     spent = [0.0]
 
     @contextmanager
     def clock() -> Iterator[None]:
-        began = time.process_time()
+        start = time.process_time()
         yield
-        spent[0] += time.process_time() - began
+        spent[0] += time.process_time() - start
 
-    def bare(model: Any, part: Any) -> Any:
-        values = subject.loss(model, part)
+    def forward_backward(model: Any, part: Any) -> Any:
+        values = workload.loss(model, part)
         values["loss"].backward()
         return values
 
-    step.reducer.zero_grad, step.forward_backward = clock()(step.reducer.zero_grad), clock()(bare)  # type: ignore[method-assign]
+    step.reducer.zero_grad, step.forward_backward = clock()(step.reducer.zero_grad), clock()(forward_backward)  # type: ignore[method-assign]
     step.optimizer.step = clock()(step.optimizer.step)  # type: ignore[method-assign]
 
     def overhead() -> float:
-        spent[0], began = 0.0, time.process_time()
+        spent[0], start = 0.0, time.process_time()
         fit(step, [batch], TrainConfig(steps=25, report_every=25, collect_every=None))  # collects garbage at its start
-        return (time.process_time() - began) / spent[0] - 1
+        return (time.process_time() - start) / spent[0] - 1
 
     overhead()
-    until(lambda found: found < 0.02, lambda: statistics.median(overhead() for _ in range(5)))
+    retry(lambda fraction: fraction < 0.02, lambda: statistics.median(overhead() for _ in range(5)))
 
 
 def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:
-    words = ("cosmoflow", "steps", "model.size=32", "--precision", "auto")
-    until(lambda row: row["plain_over_ours"] >= 1.0, lambda: bench(*words)["steps"][0])
+    args = ("cosmoflow", "steps", "model.size=32", "--precision", "auto")
+    retry(lambda row: row["plain_over_ours"] >= 1.0, lambda: run_bench(*args)["steps"][0])
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_network_of_opencatalyst_is_there_in_a_second() -> None:
-    subject, mesh = find_workload("opencatalyst"), dist.single_process()
-    cfg: Any = config.load(subject.settings, None, ["model.angles=detached"])
+def test_the_network_of_opencatalyst_is_built_within_a_second() -> None:
+    workload, mesh = find_workload("opencatalyst"), dist.single_process()
+    cfg: Any = config.load(workload.settings, None, ["model.angles=detached"])
 
     def build() -> float:
-        began = time.process_time()
-        subject.build(cfg, mesh, subject.available_switches(cfg, mesh))
-        return time.process_time() - began
+        start = time.process_time()
+        workload.build(cfg, mesh, workload.available_switches(cfg, mesh))
+        return time.process_time() - start
 
-    until(lambda seconds: seconds < 1, build)
+    retry(lambda seconds: seconds < 1, build)
 
 
 # ---- the parts of a step
 
 
-def layers(millions: float = 10.0) -> nn.ParameterList:
-    """Parameters in the sizes of five convolutions and three dense layers, about that many in all."""
+def build_parameters(millions: float = 10.0) -> nn.ParameterList:
+    """Return about ``millions`` million parameters, with the sizes of five convolutions and three dense layers."""
     shares = (0.0004, 0.006, 0.023, 0.09, 0.36, 0.5, 0.02)
     return nn.ParameterList([torch.randn(size) for share in shares for size in (int(share * millions * 1e6), 64)])
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other() -> None:
-    step = Step(layers(), lambda model, batch: {}, StepConfig(ema_decay=0.999, optimizer="adam"), dist.single_process())
-    plain = layers()
+def test_update_and_average_in_one_pass_are_twice_as_fast_as_separate_ones() -> None:
+    step = Step(build_parameters(), lambda model, batch: {}, StepConfig(ema_decay=0.999, optimizer="adam"), dist.single_process())
+    parameters = build_parameters()
     step.reducer.zero_grad()
-    for parameter in (*step.model.parameters(), *plain):
+    for parameter in (*step.model.parameters(), *parameters):
         parameter.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.normal_()
-    means = [parameter.detach().clone() for parameter in plain]
-    adam = torch.optim.Adam(plain, lr=1e-3, foreach=False)
+    means = [parameter.detach().clone() for parameter in parameters]
+    adam = torch.optim.Adam(parameters, lr=1e-3, foreach=False)
 
-    def theirs() -> None:
+    def update_and_average() -> None:
         adam.step()
         with torch.no_grad():
-            for mean, parameter in zip(means, plain):
+            for mean, parameter in zip(means, parameters):
                 mean.lerp_(parameter, 0.001)
 
     step.optimizer.set_lr(1e-3)
-    runs = {"torch": theirs, "ours": partial(step.optimizer.step, None, torch.zeros(()))}
-    until(lambda spent: spent["torch"] >= 2.0 * spent["ours"], lambda: alternate(runs, 7))
+    runs = {"torch": update_and_average, "ours": partial(step.optimizer.step, None, torch.zeros(()))}
+    retry(lambda seconds: seconds["torch"] >= 2.0 * seconds["ours"], lambda: alternate(runs, 7))
 
 
 def step_seconds(mesh: dist.Mesh, evaluate: str | None) -> float:
-    """The median wall seconds between steps, on an accelerator that is emulated: it computes 50 ms while the host sleeps."""
+    """Return the median wall seconds between steps on an emulated accelerator, which computes for 50 ms while the host sleeps."""
     times: list[float] = []
 
     def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
@@ -163,49 +163,49 @@ def step_seconds(mesh: dist.Mesh, evaluate: str | None) -> float:
         time.sleep(0.05)
         return {"error": (model(batch).square().sum(), len(batch))}
 
-    given: Any = {} if evaluate is None else {"validation": [torch.randn(8, 512)] * 5, "evaluate": metric}
+    kwargs: Any = {} if evaluate is None else {"validation": [torch.randn(8, 512)] * 5, "evaluate": metric}
     cfg = TrainConfig.model_validate({"steps": 40, "evaluate": evaluate or "wait"})
-    fit(Step(nn.Linear(512, 512), loss, StepConfig(), mesh), [torch.randn(8, 512)] * 10, cfg, **given)
+    fit(Step(nn.Linear(512, 512), loss, StepConfig(), mesh), [torch.randn(8, 512)] * 10, cfg, **kwargs)
     return statistics.median(b - a for a, b in pairwise(times)) if times else 0.0
 
 
 @pytest.mark.parametrize(("evaluate", "axes"), [("background", {"replicate": 1}), ("wait", {"replicate": 1, "evaluate": 1})])
-def test_steps_are_as_long_as_without_any_evaluation(evaluate: str, axes: dict[str, int]) -> None:
+def test_evaluation_does_not_lengthen_steps(evaluate: str, axes: dict[str, int]) -> None:
     def measure() -> tuple[float, float]:
         runs = [(on_ranks({"replicate": 1}, step_seconds, None)[0], on_ranks(axes, step_seconds, evaluate)[0]) for _ in range(3)]
-        return min(none for none, _ in runs), min(beside for _, beside in runs)
+        return min(baseline for baseline, _ in runs), min(evaluated for _, evaluated in runs)
 
-    until(lambda found: found[1] <= 1.02 * found[0], measure)
+    retry(lambda seconds: seconds[1] <= 1.02 * seconds[0], measure)
 
 
 # ---- reading samples: CPU seconds and refaults hold on any machine
 
 
-def read(folder: Path, part: str, *words: str) -> Rows:
-    found: Rows = bench("data", "--directory", str(folder), part, *words)[part]
-    assert list(folder.iterdir()) == [], "nothing is left behind"
-    return found
+def read_bench(folder: Path, part: str, *args: str) -> Rows:
+    rows: Rows = run_bench("data", "--directory", str(folder), part, *args)[part]
+    assert list(folder.iterdir()) == [], "no files are left behind"
+    return rows
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="no fio (make fio)")
-def test_the_direct_reader_gives_what_the_disk_gives_to_fio(tmp_path: Path) -> None:
-    until(lambda rows: all(row["ours_over_fio"] >= 0.95 for row in rows), lambda: read(tmp_path, "direct", "--gib", "1"))
+def test_the_direct_reader_is_as_fast_as_fio(tmp_path: Path) -> None:
+    retry(lambda rows: all(row["ours_over_fio"] >= 0.95 for row in rows), lambda: read_bench(tmp_path, "direct", "--gib", "1"))
 
 
-def test_samples_come_no_slower_than_by_anything_else_for_a_third_of_the_cpu_time_of_torch(tmp_path: Path) -> None:
-    """On a disk as fast as memory h5py alone, which hands over no batches, reaches the disk's rate too: then equal to a fifth."""
+def test_samples_are_read_no_slower_than_by_peers_in_a_third_of_the_cpu_time_of_torch(tmp_path: Path) -> None:
+    """On a disk as fast as memory, h5py alone, which makes no batches, reaches the disk's rate too: there the bound is 0.8."""
 
-    def good(rows: Rows) -> bool:
+    def is_good(rows: Rows) -> bool:
         fast = all(row["ours_over_it"] >= (0.8 if row["loader"] == "h5py alone" else 1) for row in rows if row["loader"] != "ours")
-        ours, torchs = (
+        seconds, torch_seconds = (
             [row["cpu_s_gib"] for row in rows if row["loader"] == name] for name in ("ours", "torch DataLoader")
         )
-        return fast and all(own <= other / 3 for own, other in zip(ours, torchs))
+        return fast and all(ours <= other / 3 for ours, other in zip(seconds, torch_seconds))
 
-    until(good, lambda: read(tmp_path, "peers", "--gib", "0.5", "--repeats", "3"))
+    retry(is_good, lambda: read_bench(tmp_path, "peers", "--gib", "0.5", "--repeats", "3"))
 
 
-# ---- what costs a person time
+# ---- startup
 
 
 @pytest.mark.parametrize(
@@ -214,27 +214,27 @@ def test_samples_come_no_slower_than_by_anything_else_for_a_third_of_the_cpu_tim
 def test_importing_costs_little(code: str, limit: float) -> None:
     best = 9.0
     for _ in range(5):
-        began = time.perf_counter()
+        start = time.perf_counter()
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - start)
     assert best < limit
 
 
 @pytest.mark.parametrize("app", apps.with_part("settings"))
-def test_help_is_there_within_a_second(app: str) -> None:
+def test_help_is_printed_within_a_second(app: str) -> None:
     best = 9.0
     for _ in range(3):
-        began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", f"apps.{app}", "--help"], cwd=ROOT, capture_output=True, text=True)
-        best = min(best, time.perf_counter() - began)
-        assert done.returncode == 0 and "step.lr" in done.stdout
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, "-m", f"apps.{app}", "--help"], cwd=ROOT, capture_output=True, text=True)
+        best = min(best, time.perf_counter() - start)
+        assert result.returncode == 0 and "step.lr" in result.stdout
     assert best < 1.0
 
 
 def test_four_processes_make_their_first_step_within_fifteen_seconds(tmp_path: Path) -> None:
-    words = [f"data.directory={write_universes(tmp_path / 'data')}", "data.batch=8", "train.epochs=null", "train.steps=2"]
-    words += ["apps/cosmoflow/configs/small.yaml", f"report.directory={tmp_path / 'run'}"]
-    program = [Path(sys.executable).with_name("mpiexec"), "-n", "4", sys.executable, "-m", "apps.cosmoflow", *words]
-    subprocess.run(program, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    (start,) = [event for event in log.read_metrics(tmp_path / "run/metrics.jsonl") if event["kind"] == "startup"]
-    assert start["step"] == 1 and start["seconds"] < 15, start
+    args = [f"data.directory={write_universes(tmp_path / 'data')}", "data.batch=8", "train.epochs=null", "train.steps=2"]
+    args += ["apps/cosmoflow/configs/small.yaml", f"report.directory={tmp_path / 'run'}"]
+    command = [Path(sys.executable).with_name("mpiexec"), "-n", "4", sys.executable, "-m", "apps.cosmoflow", *args]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (event,) = [event for event in log.read_metrics(tmp_path / "run/metrics.jsonl") if event["kind"] == "startup"]
+    assert event["step"] == 1 and event["seconds"] < 15, event

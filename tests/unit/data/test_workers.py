@@ -328,7 +328,7 @@ def test_exceptions_of_the_source_are_raised_in_the_parent_and_the_worker_contin
         assert str(missing).startswith("train: worker 3, sample 1: KeyError: 'missing key'\n")
         line = Faulty.sample.__code__.co_firstlineno + 4
         assert f'File "{__file__}", line {line}, in sample' in str(missing) and '{}["missing key"]' in str(missing)
-        assert str(Path("data/processes.py")) not in str(missing)
+        assert str(Path("data/workers.py")) not in str(missing)
         config = exception_of(2)
         assert type(config) is ConfigError and str(config) == "batch: 3 is odd\nseed: missing"
         assert f"process {worker.pid}, sample 2" in config.__notes__[0] and __file__ in config.__notes__[0]
