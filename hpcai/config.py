@@ -30,7 +30,7 @@ from pydantic_core import to_jsonable_python
 from hpcai import startup
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 from hpcai.json_file import read_regular
-from hpcai.schema import NUMBER, Key, Schema, close_matches, format_key, format_value, join_names
+from hpcai.schema import CONTROL, NUMBER, Key, Schema, close_matches, format_key, format_value, join_names
 from hpcai.stop import exit_on_signal, ignore_broken_pipe
 
 T = TypeVar("T", bound=pydantic.BaseModel)
@@ -60,8 +60,8 @@ class Settings(pydantic.BaseModel):
 
     @pydantic.field_validator("*")
     @classmethod
-    def _is_printable(cls, value: Any) -> Any:
-        if isinstance(value, Path) and not str(value).isprintable():
+    def _has_no_control_character(cls, value: Any) -> Any:
+        if isinstance(value, Path) and CONTROL.search(str(value)):
             raise ValueError("a path must not contain control characters")
         return value
 
@@ -254,8 +254,8 @@ class _Input:
             error = f"{override}: no such option; the options are --show and --help, settings are written key=value"
         elif _is_file(override):
             error = f"{override}: a second file; one run has one file" + (f", here {self.path}" if self.path else "")
-        elif not override.isprintable():
-            error = f"{override!r}: contains a character that cannot be printed; write it without"
+        elif CONTROL.search(override):
+            error = f"{override!r}: contains a control character; write it without"
         elif not equals or not re.fullmatch(r"[^\s.]+(\.[^\s.]+)*", name):
             error = f"{override}: expected key=value, such as step.lr=1e-3, or one file.yaml"
         else:

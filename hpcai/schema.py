@@ -21,6 +21,7 @@ from hpcai.programs import command_of
 
 Key = tuple[str | int, ...]
 Node = Mapping[str, Any]  # a part of a JSON schema
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters, and separators of lines
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")  # as YAML 1.2 writes it
 
 _MISSING: Any = object()

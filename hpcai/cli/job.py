@@ -34,7 +34,7 @@ from hpcai.cli import apps
 from hpcai.cli.script import Site, arguments_line, assign, find_site, list_sites, render
 from hpcai.config import load
 from hpcai.errors import ConfigError, HpcaiError, MeshError
-from hpcai.schema import close_matches, join_names
+from hpcai.schema import CONTROL, close_matches, join_names
 from hpcai.settings import RunConfig, mesh_shape
 
 _STOP_BEFORE = 180
@@ -80,8 +80,8 @@ class Job:
 
 
 def main(argv: Sequence[str]) -> int:
-    if line := next((word for word in argv if not word.isprintable()), None):
-        raise ConfigError(f"{line!r}: has a character that cannot be printed, such as a newline; write it without")
+    if line := next((arg for arg in argv if CONTROL.search(arg)), None):
+        raise ConfigError(f"{line!r}: contains a control character; write it without")
     args = _parse_args(argv)
     job = build_job(args)
     text = render_script(job, shlex.join(["hpcai", "job", *argv]))

@@ -12,7 +12,7 @@ export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH
 srun=(--gpus-per-task=1 --gpu-bind=closest)
 HPCAI_ADDRESS=$(hostname -i); export HPCAI_ADDRESS
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3
-export MIOPEN_USER_DB_PATH=$(mktemp -u /tmp/miopen-XXXXXXXXXX)
+MIOPEN_USER_DB_PATH=$(mktemp -u /tmp/miopen-XXXXXXXXXX); export MIOPEN_USER_DB_PATH
 export MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH
 if [ -n "${HPCAI_IMAGE:-}" ]; then
   module load olcf-container-tools apptainer-enable-mpi apptainer-enable-gpu || exit

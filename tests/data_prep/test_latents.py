@@ -287,13 +287,13 @@ def test_images_are_rotated_by_exif_and_fill_the_size(tmp_path: Path) -> None:
     upright = np.zeros((30, 20, 3), np.uint8)
     upright[:15] = 255                                                             # light above
     Image.fromarray(np.rot90(upright).copy()).save(path, exif=exif, quality=95)
-    resized = captioned.resize_and_crop(captioned.Sample("x", image=path), (20, 16), False)
-    larger = captioned.resize_and_crop(captioned.Sample("x", image=path), (60, 40), True)
+    resized = captioned.resize_and_crop(captioned.Sample("x", image=path.read_bytes()), (20, 16), False)
+    larger = captioned.resize_and_crop(captioned.Sample("x", image=path.read_bytes()), (60, 40), True)
     assert larger.shape == (3, 60, 40) and larger[:, :26].min() > 0.8 and larger[:, 34:].max() < -0.8
     assert resized.shape == (3, 20, 16) and resized[:, :8].min() > 0.8 and resized[:, -8:].max() < -0.8
     gray = Image.fromarray(np.full((16, 16), 200, np.uint8))
     gray.save(tmp_path / "gray.webp", lossless=True)
-    resized = captioned.resize_and_crop(captioned.Sample("x", image=tmp_path / "gray.webp"), (16, 16), False)
+    resized = captioned.resize_and_crop(captioned.Sample("x", image=(tmp_path / "gray.webp").read_bytes()), (16, 16), False)
     assert (resized == torch.tensor(200 / 127.5 - 1)).all()
 
 

@@ -425,7 +425,7 @@ def test_bad_lines_are_listed_with_file_and_line_for_any_shard_boundaries(
     for name in ("a.jsonl", "f.jsonl.gz"):
         assert cause[f"{name}: line 20"] == "no field 'text'; it has other, id: name one with --field"
         assert cause[f"{name}: line 33"] == "byte 0xff is not UTF-8" and "a int in text, expected text" in cause[f"{name}: line 50"]
-        assert cause[f"{name}: line 51"].startswith("a JSON list, expected an object") and "surrogate" in cause[f"{name}: line 60"]
+        assert cause[f"{name}: line 51"].startswith("a JSON list; expected an object") and "surrogate" in cause[f"{name}: line 60"]
     assert cause["c.txt"].startswith("line 2: byte 0xe9 is not UTF-8; convert it (iconv")
     assert cause["d.txt"].startswith("line 2: a NUL byte") and cause["e.fa: line 2"].startswith("'1' in a sequence")
     assert cause["e.fa: line 1"].startswith("'what' before any line with '>'")

@@ -195,7 +195,7 @@ ERRORS = {
     "wrong_vocabulary": "model.embed_tokens.weight is [16, 8], the settings make it [17, 8]",
     "unknown_model_type": "config.json: a model of type 'nosuchmodel'; expected one of llama, gpt2",
     "unknown_rope_type": "config.json: rope_type is 'spiral'; expected default, linear or llama3",
-    "config_not_json": "config.json: no settings of a model: JSONDecodeError",
+    "config_not_json": "config.json: not JSON (Unterminated string starting at: line 11 column 3 (char 189)); expected settings",
     "nan_weight": "model.layers.0.mlp.down_proj.weight has elements that are not finite",
 }
 
@@ -218,7 +218,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     config = json.loads((model_folder("llama2_tiny") / "config.json").read_text())
     for change, message in (
         ({"attention_bias": True}, "with biases"),
-        ({"hidden_size": "wide"}, "config.json: width: Input should be a valid integer$"),
+        ({"hidden_size": "wide"}, "config.json: hidden_size: Input should be a valid integer$"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "expected default, linear or llama3"),
     ):  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(config | change))
