@@ -104,7 +104,7 @@ def has_begun(run: Path) -> bool:
     return (run / "metrics.jsonl").exists() and len(metric_by_step(run)) >= 2
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
 def test_a_signal_saves_and_requests_a_requeue(data: Path, tmp_path: Path, name: str) -> None:
     run, output = tmp_path / "run", tmp_path / "run.out"
     with fork_processes(APP.command(data, run, *ENDLESS), output) as forks:

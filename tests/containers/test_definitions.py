@@ -1,6 +1,8 @@
 """Definitions of images are valid, equal except for torch, and name existing files. ``make containers`` builds and runs one."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,25 @@ def test_definitions_differ_in_torch_alone() -> None:
     for other in others:
         differ = [line for line, own in zip(other, cpu, strict=True) if line != own]
         assert len(differ) == 3 and differ[0].startswith("# hpcai with torch for") and "BACKEND=" in differ[1], differ
+
+
+def test_a_cache_folder_that_another_user_made_first_is_not_used(tmp_path: Path) -> None:
+    """It holds code that will run, under a name that others can predict."""
+    text = read_stages(ROOT / "containers/cpu.def")[-1].sections["environment"].partition("export HF_HUB_OFFLINE")[0]
+
+    def cache(**environ: str) -> Path:
+        script, path = text + "\necho $HPCAI_CACHE", {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path)}
+        return Path(subprocess.run(["sh", "-c", script], env=path | environ, capture_output=True, text=True).stdout.strip())
+
+    name = tmp_path / f"hpcai-{os.getuid()}"
+    assert cache() == cache() == name and name.stat().st_mode & 0o777 == 0o700
+    assert cache(HPCAI_CACHE="/x") == Path("/x")
+    name.chmod(0o777)
+    other = cache()
+    assert other != name and other.parent == tmp_path and other.stat().st_mode & 0o777 == 0o700
+    name.rmdir()
+    name.symlink_to(other)
+    assert cache() not in (name, other)
 
 
 GOOD = "Bootstrap: docker\nFrom: a\nStage: one\n%post\n true\n"

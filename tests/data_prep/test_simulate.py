@@ -5,12 +5,19 @@ import multiprocessing
 import os
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
 from data_prep import command, cosmoflow, spectrum_check, store, universe
+from hpcai.durable import lock_directory
+from hpcai.errors import CheckpointError
 from tests.data_prep.prep_contract import PrepContract, check_fails, check_resumes_if_killed, columns, content, read_json, runner
 
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
@@ -36,6 +43,28 @@ def test_files_have_the_format_that_the_loader_expects(dataset):
             assert counts[...].mean(axis=(0, 1, 2, 3)) == pytest.approx(np.full(4, 16.0), abs=6 * 0.5 / 64)
             assert (np.diff(counts[...].var(axis=(0, 1, 2, 3))) < 0).all()        # structure grows towards redshift 0
     assert not list(dataset.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_their_command(tmp_path, number):
+    """However it ended, no worker writes on."""
+    options = ["simulate", str(tmp_path / "out"), "--universes", "400", "--workers", "2"]
+    command = [sys.executable, "-m", "data_prep.cosmoflow", *options]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(store.__file__).parents[1])
+    records = lambda: [*tmp_path.glob("out/train/.records/*")]  # noqa: E731
+    while not records() and process.poll() is None:
+        time.sleep(0.05)
+    children = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    with pytest.raises(CheckpointError, match=f"another run uses this directory .process {process.pid} on .*choose another OUT"):
+        lock_directory(tmp_path / "out", "choose another OUT")
+    process.send_signal(number)
+    assert process.wait(60) == (143 if number == signal.SIGTERM else -9), (tmp_path / "output").read_text()
+    assert number == signal.SIGKILL or "the same command resumes" in (tmp_path / "output").read_text()
+    until = time.monotonic() + 20
+    while any(Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes() for child in children):
+        assert time.monotonic() < until, "a worker goes on after the end of its command"
+        time.sleep(0.05)
 
 
 def test_blocks_are_in_row_major_order_and_can_be_assembled(dataset):

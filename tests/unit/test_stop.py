@@ -60,6 +60,17 @@ def test_exit_codes_after_signals(sleeps: tuple[float, float, float], states: li
     assert run(sleeps, *states) == code
 
 
+def test_an_ignored_hangup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nohup starts a program."""
+    before, received = signal.signal(signal.SIGHUP, signal.SIG_IGN), []
+    try:
+        with stop.on_signal(received.append), stop.interrupt_on_signal():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not received and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_previous_handlers_are_restored_in_a_notebook() -> None:
     before, received = signal.getsignal(signal.SIGUSR1), []
     with stop.on_signal(received.append):

@@ -276,6 +276,8 @@ def test_times_are_parsed_in_slurm_syntax() -> None:
         (["--site", "generic", "--nodes", "1", "--container", "x.sif", "--environment", "x.tar"], "its image; leave one out"),
         (["--site", "pbs", "--nodes", "1", "--time", "9", "--environment", "x.tar"], "is broadcast by Slurm's sbcast"),
         (["--site", "generic", "--nodes", "1", "--environment-at", "/x"], "is for --environment FILE, which is not given"),
+        (["--site", "generic", "--nodes", "1", "--account", "m\ntouch x"], r"'m\ntouch x': contains a control character"),
+        (["--site", "generic", "--nodes", "1", "--option=--x\r"], "contains a control character"),
     ],
 )  # fmt: skip
 def test_invalid_jobs_are_refused_before_submission(

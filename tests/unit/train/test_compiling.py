@@ -190,7 +190,7 @@ def test_a_damaged_or_foreign_archive_is_ignored_with_a_reason_and_written_anew(
     assert restore_cache(shared, "k")
 
 
-@pytest.mark.parametrize("kind", ["link", "open"])
+@pytest.mark.parametrize("kind", ["link", "open", "below"])
 def test_a_folder_of_this_node_that_others_can_write_is_not_used(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,7 +201,11 @@ def test_a_folder_of_this_node_that_others_can_write_is_not_used(
     if kind == "link":
         folder.symlink_to(target)
     else:
-        folder.mkdir()
-        folder.chmod(0o777)
+        folder.mkdir(mode=0o700)
+        (folder if kind == "open" else folder.parent).chmod(0o777)
     assert not restore_cache(tmp_path / "shared", "k") and str(folder) in caplog.text
     assert cache_dir() == before and not [*target.iterdir(), *folder.iterdir()]
+    if kind == "below":
+        folder.parent.chmod(0o1777)
+        restore_cache(tmp_path / "shared", "k")
+        assert cache_dir() == folder / "k", "in a sticky folder others cannot replace it"
