@@ -97,6 +97,8 @@ def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
             logger.info("%s", missing)
         if watchdog is not None:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # most pairs of hosts need no connection
+            if info.local_world == info.world and any(name == "lo" for _, name in socket.if_nameindex()):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks share the node: no interface to other hosts
             backend = "gloo"
             if local_device.type == "cuda":
                 _claim_gpu(local_device, info, watchdog.store)

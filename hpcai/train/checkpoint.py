@@ -316,7 +316,8 @@ class Checkpoints:
         names = list(dict.fromkeys(text for _, text in mismatches))
         text = ", ".join(names[:10]) + (f" (and {len(names) - 10} more)" if len(names) > 10 else "")
         if text := self._first_problem(f"{text}; it belongs to another {mismatches[0][0].partition('/')[0]}" if mismatches else ""):
-            raise CheckpointError(f"{reader.path}: holds {text}")
+            changes = "; ".join(message for message in self.messages if message.startswith("step."))
+            raise CheckpointError(f"{reader.path}: {changes and f'{changes}: '}holds {text}")
 
     def _first_problem(self, problem: str) -> str:
         """Return the problem of the first rank that has one, or an empty string."""

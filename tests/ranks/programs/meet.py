@@ -4,6 +4,8 @@ import json
 import os
 import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as torch_dist
@@ -23,7 +25,14 @@ with dist.start(sizes) as mesh:
         if mesh[name].group is not None:
             torch_dist.all_reduce(part, group=mesh[name].group)
         along[name] = [mesh[name].rank, mesh[name].size, part.item()]
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of iterdir
+            inodes.add(os.readlink(descriptor))
+    rows = [line.split() for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]]
     result = {
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "listens": [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes],
         "launcher": info.launcher,
         "rank": mesh.rank,
         "world": mesh.world,

@@ -146,13 +146,16 @@ def test_a_full_disk_is_reported_and_nothing_is_lost(tmp_path: Path, monkeypatch
 def test_other_settings_or_another_model_are_refused(tmp_path: Path) -> None:
     step = new_step()
     train(step, 1)
-    new_checkpoints(tmp_path, settings={"model": {"size": 32, "filters": 8}, "train": 1}).save(step, Progress(step=1))
+    saved = {"model": {"size": 32, "filters": 8}, "step": {"optimizer": "adamw"}}
+    new_checkpoints(tmp_path, settings=saved).save(step, Progress(step=1))
     with pytest.raises(CheckpointError, match=r"other settings \(model.filters: 8 then, 16 now\); keep them"):
         new_checkpoints(tmp_path, settings={"model": {"size": 32, "filters": 16}}).resume(new_step())
     torch.manual_seed(0)
     other = Step(nn.Linear(2, 2), loss, StepConfig(), dist.single_process())
-    with pytest.raises(CheckpointError, match="holds no 'model/weight', no 'model/bias', .*another model"):
-        new_checkpoints(tmp_path, settings={"model": {"size": 32, "filters": 8}}).resume(other)
+    changed = saved | {"step": {"optimizer": "sgd"}}
+    message = "step.optimizer: adamw then, sgd now: holds no 'model/weight', no 'model/bias', .*another model"
+    with pytest.raises(CheckpointError, match=message):
+        new_checkpoints(tmp_path, settings=changed).resume(other)
     with pytest.raises(CheckpointError, match="checkpoint.resume is never; choose another report.directory"):
         new_checkpoints(tmp_path, resume="never").resume(new_step())
 
