@@ -8,6 +8,7 @@ that they write from the sharding, without communication. Nothing is pickled.
 
 import functools
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -103,6 +104,7 @@ class Checkpoints:
         self.data = ""
         self.messages: list[str] = []
         self._damaged: list[Path] = []
+        self._opened: os.stat_result | None = None
         self._staging = _StagingBuffer()
         self._frozen: tuple[Step, dict[str, str], dict[str, str]] | None = None
         self._future: Future[SavedCheckpoint | CheckpointError] | None = None
@@ -343,8 +345,16 @@ class Checkpoints:
         sections = {name for name in run.settings.keys() & self.settings.keys() if name not in (*self.frozen, "report")}
         self.messages += [text for name in sorted(sections) for text in _changes(run.settings[name], self.settings[name], name)]
 
+    def open_directory(self) -> None:
+        """Create the directory, on the first rank. Raises CheckpointError if it is another one than in the call before."""
+        if self._opened is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._opened = self.directory.stat()
+        if not self.directory.is_dir() or not os.path.samestat(self._opened, self.directory.stat()):
+            raise CheckpointError("the directory of the run was removed, renamed or replaced since its start")
+
     def _clear(self, partial: Path) -> None:
-        partial.parent.mkdir(parents=True, exist_ok=True)
+        self.open_directory()
         for left in partial.parent.glob(".step-*.partial"):
             shutil.rmtree(left)
         partial.mkdir()

@@ -85,7 +85,8 @@ class Run:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._owner = self._owner or lock_directory(self.directory)
-                (self.directory / "checkpoints").mkdir(exist_ok=True)
+                if self.checkpoints is not None:
+                    self.checkpoints.open_directory()
                 self.write_file("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
                 self.flight_recorder.arm()
             except (OSError, CheckpointError) as error:

@@ -9,7 +9,7 @@ from hpcai.dist.mesh import Mesh
 
 
 class StopSignals:
-    """Context manager that turns the signals of ``stop.SIGNALS`` into a stop in the same step on all ranks. Ranks do not communicate
+    """Context manager that turns ``stop.SIGNALS`` into a stop in the same step on all ranks. Ranks do not communicate
     until one of them receives a signal. All ranks of the job enter and leave such contexts in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from hpcai import log
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.models.cosmoflow import CosmoFlow
+from hpcai.train.step import Step
 from tests.apps import universes
 from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import ROOT, metric_by_step, resumed_from
@@ -115,6 +117,26 @@ def test_a_signal_saves_and_requests_a_requeue(data: Path, tmp_path: Path, name:
     saved = [p.name for p in (run / "checkpoints").iterdir()]
     assert saved == [f"step-{max(metric_by_step(run)):08d}"], "no completed step is lost"
     assert not (run / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["removed", "renamed", "replaced"])
+def test_a_run_whose_directory_is_gone_says_so_and_does_not_succeed(
+    data: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints would go on in a new directory without the settings, the history and the lock of the run."""
+    run, original = tmp_path / "run", Step.__call__
+
+    def call(step: Step, batch: Any, lr: float | None = None) -> Any:
+        if step.count == 3:
+            shutil.rmtree(run) if kind == "removed" else run.rename(tmp_path / "elsewhere")
+            (run / "checkpoints").mkdir(parents=True) if kind == "replaced" else None
+        return original(step, batch, lr)
+
+    monkeypatch.setattr(Step, "__call__", call)
+    assert APP.run(data, run, "checkpoint.every_steps=1") == 1
+    stderr = capfd.readouterr().err
+    assert "the directory of the run was removed, renamed or replaced since its start" in stderr and "Traceback" not in stderr
+    assert not [*run.rglob("*.safetensors")], "no checkpoint is written to another directory"
 
 
 @pytest.mark.mpi
