@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -167,9 +167,7 @@ class Recipe(command.Recipe):
         return low + (self.target(index) + 1) / 2 * (high - low)
 
 
-@lru_cache(maxsize=1)
-def _mesh(cells: int, width: float) -> universe.Mesh:
-    return universe.Mesh(cells, width)
+_mesh = lru_cache(maxsize=1)(universe.Mesh)
 
 
 def simulate_density(recipe: Recipe, index: int) -> NDArray[np.float64]:
@@ -195,10 +193,8 @@ def simulate_counts(recipe: Recipe, index: int) -> tuple[NDArray[np.int16], NDAr
 
 def split_cubes(counts: NDArray[np.int16], size: int) -> Iterator[NDArray[np.int16]]:
     """Yield the samples [size, size, size, C] in the order of the public set: the first axis slowest."""
-    for x in range(0, counts.shape[0], size):
-        for y in range(0, counts.shape[1], size):
-            for z in range(0, counts.shape[2], size):
-                yield counts[x : x + size, y : y + size, z : z + size]
+    for x, y, z in product(*(range(0, cells, size) for cells in counts.shape[:3])):
+        yield counts[x : x + size, y : y + size, z : z + size]
 
 
 def write_universe(recipe: Recipe, index: int, path: Path) -> None:

@@ -369,7 +369,7 @@ def _plan_templates(
     for result in store.all_gather_results(tasks, options.workers, "hits"):
         names.append([name for hits in result["hits"] for name, _, _ in hits])
         counts += map(len, result["hits"])
-        unread += _refused_items(result)
+        unread += map(tuple, result["refused"])
     _scanned_chains.cache_clear()
     named = {name for each in names for name in each}
     middle = f"{np.median(counts):g} at the median"
@@ -383,10 +383,6 @@ def _plan_templates(
     with_hits = [replace(file, hits=path, hit_rows=tuple(rows[name] for name in each))
                  for file, path, each in zip(files, tasks, names)]  # fmt: skip
     return with_hits, jobs, unread
-
-
-def _refused_items(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(where, why) for where, why in result["refused"]]
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
@@ -413,7 +409,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     unsorted, refused = list[ScannedChain](), list[tuple[str, str]]()
     for result in store.all_gather_results(tasks, options.workers, "scan"):
         unsorted += map(_scanned_chain, result["chains"])
-        refused += _refused_items(result)
+        refused += map(tuple, result["refused"])
     scanned = sorted(unsorted, key=lambda chain: chain.key)
     command.print_rank_0(f"{len(structures)} structures with {len(scanned)} chains; cannot be used: {len(refused)}")
     if not scanned:

@@ -88,7 +88,7 @@ class Benchmark(Workload):
     def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= enabled else 1)
         if "kernels" not in enabled:
-            swap_classes(model, {BatchNorm: _ReferenceNorm, Conv2d: _ReferenceConv, ConvTranspose2d: _ReferenceConvTranspose})
+            swap_classes(model, {BatchNorm: _ReferenceNorm, Conv2d: _ReferenceConv, ConvTranspose2d: nn.ConvTranspose2d})
         if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
         return model
@@ -116,11 +116,6 @@ class _ReferenceConv(Conv2d):
             return nn.Conv2d.forward(self, x)
         down, across = self.stride  # slice first: the gradient of strided weights may end the process (``Conv2d``)
         return F.conv2d(x[:, :, ::down, ::across], self.weight, self.bias)
-
-
-class _ReferenceConvTranspose(ConvTranspose2d):
-    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return nn.ConvTranspose2d.forward(self, x, output_size)
 
 
 class _Contiguous(DeepCam):

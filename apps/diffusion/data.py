@@ -14,9 +14,8 @@ import torch
 
 from apps.diffusion import latents
 from apps.diffusion.settings import Config
-from hpcai.data import Loader, Rows
+from hpcai.data import Rows
 from hpcai.data.hdf5 import Selection
-from hpcai.data.loader import Source
 from hpcai.data.sampler import Endless
 from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
 from hpcai.dist import Mesh
@@ -112,7 +111,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Diff
     completed from the data."""
     encoded = broadcast_from_first(partial(latents.read_metadata, cfg.data.directory / "train"), mesh.peers)
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    seed, data = cfg.train.seed, cfg.data
+    seed, data, replicas = cfg.train.seed, cfg.data, mesh["replicate"].size  # one sample per replica: its ensemble is a batch
     kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     kwargs |= {"sampler": Endless(len(train), data.epoch, seed)} if data.epoch else sharded_sampler(train, data, data.batch, seed)
     turn_kwargs: dict[str, Any] = {} if encoded or not data.turn else {"turn": seed}
@@ -122,7 +121,8 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Diff
         mesh,
         lambda: make_loader(source(train, **turn_kwargs), data.batch, data, mesh, **kwargs),
         lambda: make_loader(source(validation), data.evaluation_batch, data, mesh, **_EVAL_KWARGS, name="validation"),
-        (lambda: _ensemble_loader(source(validation, count=data.drawn), cfg, mesh)) if data.drawn else None,
+        (lambda: make_loader(source(validation, count=data.drawn), replicas, data, mesh, **_EVAL_KWARGS, name="drawn"))
+        if data.drawn else None,
     ) as (training, held_out, drawn):
         yield training, held_out, drawn, shape
 
@@ -131,11 +131,6 @@ def local_box(shape: DiffusionConfig, mesh: Mesh) -> Sequence[slice]:
     """Return the shard of a sample of this rank, a slice of each dim; empty if samples are not sharded."""
     grid = None if shape.unet is None else Slabs(shape.unet, mesh)
     return grid.box(shape.size[1:]) if grid is not None and grid.cut.axes else ()
-
-
-def _ensemble_loader(source: Source, cfg: Config, mesh: Mesh) -> Loader:
-    """Return a loader with one sample per replica: its ensemble is a batch."""
-    return make_loader(source, mesh["replicate"].size, cfg.data, mesh, **_EVAL_KWARGS, name="drawn")
 
 
 def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:

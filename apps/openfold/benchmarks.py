@@ -60,7 +60,8 @@ class BenchmarkConfig(Config):
 
 
 class Benchmark(Workload):
-    settings, fields, metric = BenchmarkConfig, tuple(FIELDS), staticmethod(score)
+    settings, fields = BenchmarkConfig, tuple(FIELDS)
+    loss, metric = staticmethod(loss), staticmethod(score)
     ragged = frozenset(name for name, (_, shape) in FIELDS.items() if shape and isinstance(shape[0], str))
     variants = {"checkpoint": ("model.checkpoint=true",)}
     unit, published_settings = "chains", Config
@@ -78,9 +79,6 @@ class Benchmark(Workload):
         Case(name, "batch128.yaml", ("data.batch=1", *overrides), _PASSES, published=_EOS, goal=1 / 1.5)
         for name, overrides in (("crop-256", ()), ("crop-256-all-kept", ("model.checkpoint=false",)))
     )
-
-    def loss(self, model: Any, batch: Any) -> dict[str, Any]:
-        return loss(model, batch)
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         on_gpu, ranks = mesh.device.type == "cuda", mesh["axial"].size

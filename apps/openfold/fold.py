@@ -48,6 +48,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
     """
     import torch
 
+    from hpcai.data.sampler import LargestFirst
     from hpcai.dist.collectives import all_gather_object, broadcast_object
     from hpcai.models.openfold import OpenFold, folding, parallelize
     from hpcai.train.auto_settings import has_fast_bf16
@@ -60,7 +61,8 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
     replicas, problems = mesh["replicate"], []
     if mesh.is_first:
         print(f"{len(missing)} of {len(todo)} chains to fold, into {cfg.out}", flush=True)
-    local_chains = assign_chains([len(todo[number].sequence) for number in missing], replicas.size)[replicas.rank]
+    sampler = LargestFirst([len(todo[number].sequence) ** 2 for number in missing], replicas.size)
+    local_chains = [index for index in sampler.order(0).tolist() if sampler.owner[index] == replicas.rank]
     model = parallelize(OpenFold.load(cfg.weights).to(mesh.device), mesh) if local_chains or mesh.model_parallel.size > 1 else None
     use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
 
@@ -98,16 +100,6 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
             text = f"{len(chain.sequence):,} residues, mean pLDDT {result.plddt.mean():.1f}, {time.perf_counter() - began:.1f} s"
             print(f"{files[number]}: {text}", flush=True)
     return [problem for rank_problems in all_gather_object(problems, mesh.peers) for problem in rank_problems]
-
-
-def assign_chains(lengths: Sequence[int], replicas: int) -> list[list[int]]:
-    """Assign chains to replicas, longest first, each to the least loaded one; the cost is the square of the length."""
-    work, assignments = [0] * replicas, [list[int]() for _ in range(replicas)]
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        least = work.index(min(work))
-        work[least] += lengths[index] ** 2
-        assignments[least].append(index)
-    return assignments
 
 
 def find_alignments(name: str, folder: Path | None, chains: int) -> Path | None:

@@ -62,7 +62,7 @@ class Benchmark(Workload):
     def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(UNet3D(cfg.model), mesh)
         if "kernels" not in enabled:
-            swap_classes(model, {InstanceNorm: _ReferenceNorm, Conv3d: _ReferenceConv, ConvTranspose3d: _ReferenceConvTranspose})
+            swap_classes(model, {InstanceNorm: _ReferenceNorm, Conv3d: nn.Conv3d, ConvTranspose3d: nn.ConvTranspose3d})
         if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {UNet3D: _Contiguous})
         return model
@@ -104,16 +104,6 @@ class _ReferenceNorm(InstanceNorm):
     def forward(self, x: Tensor) -> Tensor:
         y = F.instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps)
         return F.relu(y, inplace=True) if self.activation else y
-
-
-class _ReferenceConv(Conv3d):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.Conv3d.forward(self, x)
-
-
-class _ReferenceConvTranspose(ConvTranspose3d):
-    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return nn.ConvTranspose3d.forward(self, x, output_size)
 
 
 class _Contiguous(UNet3D):

@@ -179,12 +179,8 @@ class Volumes(Samples):
         return Batch(values["image"], values["label"])
 
     def collate(self, samples: list[Batch]) -> list[Batch]:
-        return [Batch(*map(_volume, sample)) for sample in samples]
-
-
-def _volume(value: np.ndarray) -> torch.Tensor:
-    """Return a writable volume: a copy if its row is cached.   [D, H, W] -> [1, D, H, W]"""
-    return torch.from_numpy(np.require(value, requirements=("C", "W")))[None]
+        """Return writable volumes, copies of rows that are cached.   [D, H, W] -> [1, D, H, W]"""
+        return [Batch(*(torch.from_numpy(np.require(x, requirements=("C", "W")))[None] for x in sample)) for sample in samples]
 
 
 def write_slices(path: Path, slices: dict[str, torch.Tensor], model: UNet3DConfig) -> None:

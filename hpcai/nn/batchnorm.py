@@ -44,10 +44,6 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         y = y if residual is None else y.add_(residual)
         return y.relu_() if self.relu else y
 
-    @disable_dynamo
-    def _fused_eager(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        return self._fused(x, residual)  # communication is not traced
-
     def _fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
         local = is_local(self.all_reduce)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -65,6 +61,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         if self.training and self.running_mean is not None:
             self._update_running_stats(mean, variance, count)
         return y
+
+    _fused_eager = disable_dynamo(_fused)  # communication is not traced
 
     @torch.no_grad()
     def _update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:

@@ -56,10 +56,6 @@ class PerSampleNorm(nn.Module):
             return not on_gpu(x)
         return self.group > 1 and x.dtype.itemsize >= 4 and x.shape[2:].numel() <= 2**15
 
-    @disable_dynamo
-    def _fused_eager(self, x: Tensor) -> Tensor:
-        return self._fused(x)  # communication is not traced
-
     def _fused(self, x: Tensor) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         if self.weight is None:
@@ -71,6 +67,8 @@ class PerSampleNorm(nn.Module):
         y, _, _, count = Normalise.apply(x, None, weight, bias, *args)
         self._check_count(x, count)
         return y
+
+    _fused_eager = disable_dynamo(_fused)  # communication is not traced
 
     def _check_count(self, x: Tensor, count: Tensor | int) -> None:
         # Nothing is read from the device if this rank alone has more than one element.

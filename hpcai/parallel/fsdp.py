@@ -219,8 +219,11 @@ class FSDP:
             parameter.grad = None
 
     def reduce(self) -> None:
-        if not self.is_last_backward:  # after a pipeline schedule, where no backward pass was marked as the last
-            _reduce_pending(self.model)
+        if not self.is_last_backward:  # after a pipeline schedule, which marks no backward pass as the last: reduce as it would
+            from torch.distributed.pipelining import PipelineStage
+
+            stage: Any = SimpleNamespace(submod=self.model)
+            PipelineStage.perform_reduce_grad(stage, grad_scale_factor=1)
         for parameter, axes in self._extra_sums:
             for axis in axes:
                 if parameter.grad is not None:
@@ -243,14 +246,6 @@ class FSDP:
         """``GradientReducer.replicated_tensors`` of this rank's shards, which all groups hold."""
         named: Any = self.model.named_parameters()
         return [(name, p.detach().to_local(), self._replicas[name]) for name, p in named]
-
-
-def _reduce_pending(module: nn.Module) -> None:
-    """Reduce the gradients of backward passes without reduction, as torch's pipeline schedules do at their end."""
-    from torch.distributed.pipelining import PipelineStage
-
-    stage: Any = SimpleNamespace(submod=module)
-    PipelineStage.perform_reduce_grad(stage, grad_scale_factor=1)
 
 
 def _wide_modules(module: nn.Module) -> list[nn.Module]:

@@ -110,10 +110,12 @@ def _empty_like(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 class PendingExchange:
-    """A running exchange: slices ``sends`` of ``x``, whose dim begins at index ``first``, are sent; ``wait`` returns ``recvs``."""
+    """A running exchange: slices ``sends`` of ``x``, whose dim begins at index ``first``, are sent; ``wait`` returns ``recvs``.
+    ``volume`` counts it."""
 
     def __init__(
         self, x: Tensor, dim: int, axis: Axis, sends: Sequence[tuple[int, Range]], recvs: Sequence[tuple[int, Range]], first: int,
+        volume: "CommVolume",
     ) -> None:  # fmt: skip
         to_layout = _to_last if _is_channels_last(x) else (lambda tensor: tensor)
         # gloo sends from host memory only.
@@ -129,7 +131,8 @@ class PendingExchange:
             for tensor, (rank, _) in zip(tensors, peers):
                 peer = torch_dist.get_global_rank(axis.group, rank)  # type: ignore[arg-type]  # an axis with peers has a group
                 ops.append(torch_dist.P2POp(op, tensor, peer, axis.group))
-        self.is_used = bool(ops)
+        volume.bytes_sent += self.bytes
+        volume.exchanges += bool(ops)
         self._works = torch_dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> list[Tensor]:
@@ -148,15 +151,9 @@ class CommVolume:
     bytes_sent: int = 0
     exchanges: int = 0
 
-    def add(self, exchange: "PendingExchange") -> None:
-        self.bytes_sent += exchange.bytes
-        self.exchanges += exchange.is_used
-
 
 def start_exchange(x: Tensor, plan: HaloPlan, volume: CommVolume) -> PendingExchange:
-    exchange = PendingExchange(x, plan.dim, plan.axis, plan.sends, plan.receives, plan.local[0])
-    volume.add(exchange)
-    return exchange
+    return PendingExchange(x, plan.dim, plan.axis, plan.sends, plan.receives, plan.local[0], volume)
 
 
 def assemble(x: Tensor, slices: Sequence[Tensor], plan: HaloPlan, fill: float = 0.0, within: Range | None = None) -> Tensor:
@@ -245,9 +242,7 @@ def start_reduce(pieces: Sequence[tuple[int, Tensor]], plan: HaloPlan, volume: C
             low, high = intersect((first, end), (start + offset, start + offset + piece.shape[dim]))
             if high > low:
                 full.narrow(dim, low - first, high - low).add_(piece.narrow(dim, low - start - offset, high - low))
-    exchange = PendingExchange(full, dim, plan.axis, receives, plan.sends, first)
-    volume.add(exchange)
-    return exchange
+    return PendingExchange(full, dim, plan.axis, receives, plan.sends, first, volume)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ class Pipeline:
         try:
             schedule_class: Any = getattr(pipelining, name)
             is_single = issubclass(schedule_class, pipelining.schedules.PipelineScheduleSingle)
-            return schedule_class(stages[0] if is_single else stages, microbatches, loss_fn=_identity_loss, scale_grads=False)
+            return schedule_class(stages[0] if is_single else stages, microbatches, loss_fn=lambda loss, _: loss, scale_grads=False)
         except ValueError as error:
             raise ConfigError(
                 f"step.accumulate is {microbatches}, which {name} does not support with {self.count} stages on "
@@ -291,10 +291,6 @@ class _ValueSpec:
     def take(self, numbers: Iterator[Tensor]) -> Any:
         value = tuple(next(numbers).to(dtype or torch.float64) for dtype in self.dtypes)
         return value if self.is_pair else value[0]
-
-
-def _identity_loss(output: Tensor, number: Tensor) -> Tensor:
-    return output
 
 
 def _skip_sends_to_self(stage: Any) -> None:

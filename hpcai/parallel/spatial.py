@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -143,19 +144,14 @@ class SpatialPartition:
         """Record a full input size of a layer. Raises MeshError, on all ranks, if shards of two sizes are equal on any rank."""
         table = self.full_sizes.setdefault(layer, {})
         for other in set(table.values()) - {size}:
-            for ranks in self._rank_combinations():
+            for place in product(*(range(axis.size) for axis in self.axes.values())):
+                ranks = dict(zip(self.axes, place))
                 if self.local_size(size, ranks) == self.local_size(other, ranks):
                     raise MeshError(
                         f"spatial: {layer} has inputs of {size} and of {other}, whose shards on a rank have the same size; "
                         "parallelize a model for each"
                     )
         table[self.local_size(size)] = size
-
-    def _rank_combinations(self) -> Iterator[dict[int, int]]:
-        combinations: list[dict[int, int]] = [{}]
-        for dim, axis in self.axes.items():
-            combinations = [{**ranks, dim: r} for ranks in combinations for r in range(axis.size)]
-        yield from combinations
 
 
 def shard_range(size: int, rank: int, count: int) -> Range:
@@ -321,15 +317,12 @@ def _plan_halo(
     # communication than gathering the input.
     outs = [shard_range(out, r, axis.size) if out >= axis.size else (0, out) for r in range(axis.size)]
     fields = [field(out_range) for out_range in outs]
+    held = tuple(partition.local_range(dim, size, r) for r in range(axis.size))
+    first, end = outs[axis.rank]
     if wraps:
-        held = tuple(partition.local_range(dim, size, r) for r in range(axis.size))
-        first, end = outs[axis.rank]
         return HaloPlan(dim, axis, held, tuple(fields), period=size), end - first
     needed = tuple((min(max(a, 0), size), max(min(b, size), 0)) for a, b in fields)
-    held = tuple(partition.local_range(dim, size, r) for r in range(axis.size))
-    a, b = fields[axis.rank]
-    low, high = needed[axis.rank]
-    first, end = outs[axis.rank]
+    (a, b), (low, high) = fields[axis.rank], needed[axis.rank]
     return HaloPlan(dim, axis, held, needed, max(low - a, 0), max(b - high, 0)), end - first
 
 

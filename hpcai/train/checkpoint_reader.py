@@ -23,6 +23,7 @@ from hpcai.train.shard_file import BLOCK, Block, Box, StoredBox
 INDEX, RUN, MANIFEST = "index.json", "run.json", "manifest.json"
 FORMAT: Literal[3] = 3
 _NAME = re.compile(r"step-(\d{8,})")
+_EXPORT_BYTES = 1 << 28  # of tensors that ``export`` reads at a time, about
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
@@ -191,8 +192,8 @@ def export(
         entries[name] = {"dtype": shard_file.DTYPE_NAMES[sizes[name][0]], "shape": sizes[name][1], "data_offsets": [begin, end]}
     with path.open("wb") as file:
         file.write(shard_file.encode_header(entries))
-        for some in _group_by_bytes(ordered[: len(source)], ends):
-            for tensor in reader.read(source[name] for name in some).values():
+        for _, some in groupby(zip(ordered[: len(source)], ends), lambda pair: pair[1] // _EXPORT_BYTES):
+            for tensor in reader.read(source[name] for name, _ in some).values():
                 file.write(_bytes(tensor))
         for name in ordered[len(source) :]:
             file.write(_bytes(frozen[name]))
@@ -214,12 +215,6 @@ def _load_frozen(checkpoint: Path, run: RunFile, load: Callable[[str], nn.Module
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _group_by_bytes(names: list[str], ends: list[int], max_bytes: int = 1 << 28) -> Iterator[list[str]]:
-    """Group ``names`` into about ``max_bytes`` each, by the byte at which each tensor ends."""
-    parts = groupby(zip(names, ends), lambda pair: pair[1] // max_bytes)
-    return ([name for name, _ in part] for _, part in parts)
 
 
 def _open_verified(checkpoint: Path) -> CheckpointReader:

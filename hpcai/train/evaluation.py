@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as torch_dist
@@ -23,7 +23,6 @@ from hpcai.train.flight_recorder import HEARTBEAT, pause_watchdog
 from hpcai.train.metrics import MetricSums, Total, Value
 from hpcai.train.step import SingleStage, Step, samples_in
 
-T = TypeVar("T")
 Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total]]
 PredictFunction = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
@@ -45,12 +44,8 @@ def compute_metrics(step: Step, pipeline: Any, metric: Metric, batches: Any, axi
     for batch in _eval_mode_batches(pipeline.model, batches):
         if (values := pipeline.forward(metric, batch, step.autocast)) is not None:
             sums.add(values, samples_in(batch))
-    return _broadcast_from_outputs(sums.reduce(axis, device, uneven=True), step)
-
-
-def _broadcast_from_outputs(result: T, step: Step) -> T:
-    """Broadcast a result from the pipeline stage that has the outputs of the model."""
-    return broadcast_object(result, step.mesh["pipeline"], step.pipeline.source)
+    metrics = sums.reduce(axis, device, uneven=True)
+    return broadcast_object(metrics, step.mesh["pipeline"], step.pipeline.source)  # from the stage with the model's outputs
 
 
 @torch.no_grad()

@@ -225,7 +225,7 @@ class _Training:
         interval = self.cfg.replica_check_every
         check_replicas = interval is not None and next_reading - self._replicas_checked > interval
         self._start_reading(report, check_replicas)
-        if not self.reports_lag:
+        if self.mesh.device.type != "cuda":  # on a GPU reports lag one step behind
             self._log_reading()
         if self.checkpoints is not None:
             self._log_save(self.checkpoints.outcome)
@@ -254,11 +254,6 @@ class _Training:
         self._start_reading(report=True, check_replicas=self.cfg.replica_check_every is not None)
         self._log_reading()
 
-    @property
-    def reports_lag(self) -> bool:
-        """Whether reports lag one step behind."""
-        return self.mesh.device.type == "cuda"
-
     def _start_reading(self, report: bool, check_replicas: bool) -> None:
         """Begin to read metrics (``report``), summed over all ranks, and the comparison of replicas (``check_replicas``): one copy
         to the host. On a GPU the copy is awaited after the next step has started, so that the GPU never waits for the host."""
@@ -284,7 +279,7 @@ class _Training:
         if reading.ready is not None:
             reading.ready.synchronize()
         *sums, first_nonfinite, divergent = reading.values.tolist()
-        self.step.check(self._describe_samples, int(first_nonfinite))
+        self.step.check(lambda step: self.data.describe(*self._position_before(step)), int(first_nonfinite))
         self.step.replica_check.raise_if_divergent(int(divergent), reading.position["step"])
         if not reading.is_report:
             return
@@ -332,10 +327,6 @@ class _Training:
     def _log_news(self, source: Any) -> None:
         for text in source.news() if hasattr(source, "news") else ():  # a list of batches has no messages
             self.reports.emit("note", step=self.progress.step, text=text)
-
-    def _describe_samples(self, step: int) -> str:
-        """Return a description of the samples of this rank in 0-based ``step``."""
-        return self.data.describe(*self._position_before(step))
 
     def _position_before(self, step: int) -> tuple[int, int]:
         """Return the epoch of 0-based ``step``, and the samples that it had delivered before."""

@@ -187,11 +187,7 @@ class Diffusion(PretrainedMixin):
         return self.cfg.fields
 
     def _per_channel(self, values: Sequence[float], x: Tensor) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=x.device).view(-1, *(1,) * self._dims)
-
-    @property
-    def _dims(self) -> int:
-        return len(self.cfg.size) - 1 or 2
+        return torch.tensor(values, dtype=torch.float64, device=x.device).view(-1, *(1,) * (len(self.cfg.size) - 1 or 2))
 
     def _sample_shape(self, condition: Condition, size: Sequence[int]) -> tuple[int, ...]:
         if size or self.cfg.size:

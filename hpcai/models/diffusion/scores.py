@@ -109,7 +109,7 @@ def shells(sizes: Sequence[int], lengths: Sequence[float] | float = 1.0, device:
         raise DataError(f"spectrum: {list(sizes)} cells in a box of {sides}; expected 1 to 3 dims of 2 cells, and their lengths")
     kwargs: dict[str, Any] = {"dtype": torch.float64, "device": device}
     last = len(sizes) - 1
-    square, multiplicity = torch.zeros((), **kwargs), torch.ones((), **kwargs)
+    square = torch.zeros((), **kwargs)
     for dim, (n, side) in enumerate(zip(sizes, sides)):
         frequency = (torch.fft.rfftfreq if dim == last else torch.fft.fftfreq)(n, 1 / n, **kwargs) / side
         square = square[..., None] + frequency.square()
@@ -130,7 +130,10 @@ def shells(sizes: Sequence[int], lengths: Sequence[float] | float = 1.0, device:
 def spectrum(fields: Tensor, bins: Shells) -> Tensor:
     """Return the power spectrum P(k) of each field: the volume times the mean squared amplitude of the modes of a shell; shell 0 is
     the mean of the field. The sum over the modes of a shell is P count / volume.   [B, P] -> [B, S] in unit^2 volume"""
-    power = _squared_amplitudes(fields, bins)
+    if fields.shape[1:] != bins.sizes:
+        raise DataError(f"spectrum: fields are {list(fields.shape)}, but the shells are of samples of {list(bins.sizes)}")
+    amplitudes = torch.fft.rfftn(fields.double(), dim=list(range(1, fields.ndim)), norm="forward")
+    power = amplitudes.abs().square() * bins.multiplicity  # [B, modes]
     return _sum_by_shell(power, bins.shell, len(bins.modes)) * (bins.volume / bins.modes.double().clamp(min=1))
 
 
@@ -144,15 +147,6 @@ def spectrum_sums(generated: Tensor, true: Tensor, bins: Shells) -> ScoreSums:
 def _finish_spectra(generated: Tensor, true: Tensor) -> dict[str, float]:
     p, q = (x[:-1] / x[-1] for x in (generated, true))
     return {"spectrum_error": (p / q).log().abs()[1:].mean().item()}
-
-
-def _squared_amplitudes(fields: Tensor, bins: Shells) -> Tensor:
-    """Return squared amplitudes, times their multiplicity.   [B, modes]"""
-    dims = list(range(1, fields.ndim))
-    if fields.shape[1:] != bins.sizes:
-        raise DataError(f"spectrum: fields are {list(fields.shape)}, but the shells are of samples of {list(bins.sizes)}")
-    amplitudes = torch.fft.rfftn(fields.double(), dim=dims, norm="forward")
-    return amplitudes.abs().square() * bins.multiplicity
 
 
 def _sum_by_shell(values: Tensor, shell: Tensor, count: int) -> Tensor:

@@ -39,11 +39,10 @@ def loss(model: Any, batch: Batch) -> dict[str, Any]:
 
 def score(model: Any, batch: Batch) -> dict[str, Any]:
     """Return ``loss``, in nats per token, and ``bits_per_byte`` if the batch has ``bytes``, each as (sum, count)."""
-    entropy, targets = _entropy(model, batch)
-    total, count = model.all_reduce(entropy.sum()), (targets != IGNORE_INDEX).sum().to(entropy.dtype)
-    metrics = {"loss": (total, count)}
+    metrics = {"loss": loss(model, batch)["loss"]}
     if batch.bytes is not None:
-        metrics["bits_per_byte"] = (total / math.log(2), batch.bytes.sum().to(entropy.dtype))
+        total, count = metrics["loss"]
+        metrics["bits_per_byte"] = (total / math.log(2), batch.bytes.sum().to(count.dtype))
     return metrics
 
 

@@ -19,10 +19,6 @@ class Batch(NamedTuple):
     label: Tensor  # [B, D, H, W] class of each voxel, uint8
 
 
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
 def _input(model: Any, image: Tensor) -> Tensor:
     weight = model.output.conv.weight
     return image[:, None].to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
@@ -51,7 +47,9 @@ def _dice_ratio(intersection: Tensor, sizes: Tensor) -> Tensor:
 
 def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
     """Return the mean of cross entropy over all classes and 1 - soft dice without the first (MLPerf; Milletari et al. 2016)."""
-    soft, entropy = _dice_and_entropy(_at_least_float32(model(_input(model, batch.image))), batch.label, model.spatial_sum)
+    logits = model(_input(model, batch.image))
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    soft, entropy = _dice_and_entropy(wide, batch.label, model.spatial_sum)
     return {"loss": _combine(soft, entropy), "dice": soft.detach().mean(), "entropy": entropy.detach().mean()}
 
 
