@@ -139,7 +139,7 @@ def test_a_run_whose_directory_is_gone_says_so_and_does_not_succeed(
     assert APP.run(data, run, "checkpoint.every_steps=1") == 1
     stderr = capfd.readouterr().err
     assert "the directory of the run was removed, renamed or replaced since its start" in stderr and "Traceback" not in stderr
-    assert not [*run.glob("checkpoints/*")] and not (run / "model.safetensors").exists(), "no checkpoint is written to another directory"
+    assert not [*run.glob("checkpoints/*")] and not (run / "model.safetensors").exists(), "nothing goes to another directory"
 
 
 @pytest.mark.mpi
