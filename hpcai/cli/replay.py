@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -147,11 +148,8 @@ def _search_step(number: int, samples: dict[int, Any]) -> Iterator[None]:
                 print("\n".join(f"  {line}" for line in lines or ("all modules and gradients are finite",)), flush=True)
         raise SystemExit(FAILED_AGAIN if failed else SUCCEEDED)
 
-    Step.__call__ = call  # type: ignore[method-assign,assignment]
-    try:
+    with mock.patch.object(Step, "__call__", call):
         yield
-    finally:
-        Step.__call__ = original  # type: ignore[method-assign]
 
 
 @contextmanager
