@@ -259,7 +259,7 @@ class Rows:
         layouts = {name: self._table_fields[name].layout(number, local_path) for name in self.fields}
         small: dict[str, np.ndarray] = {}
         for name, layout in layouts.items():
-            if self.reader_kind != "hdf5" and self._is_small(name, layout.shape, layout.nbytes):
+            if self._is_small(name, layout.shape, layout.nbytes):
                 small[name] = self._small_values(path, table.file_values(name, number), layout)
         ends = {}
         for name in set(self._ragged.values()):
@@ -309,20 +309,17 @@ class Rows:
         small: dict[str, np.ndarray] = {}
         for name in self.fields:
             data = file[name]
-            is_small = self._is_small(name, data.shape, data.nbytes)
-            if self.reader_kind == "hdf5" or is_small:
-                layouts[name] = Layout(path, name, data.shape, data.dtype, None)
-            else:
-                layouts[name] = self._layout(file, name)
-            if self.reader_kind != "hdf5" and is_small:
+            if self._is_small(name, data.shape, data.nbytes):
                 small[name] = self._read_dataset(path, name, data)
+            by_h5py = self.reader_kind == "hdf5" or name in small
+            layouts[name] = Layout(path, name, data.shape, data.dtype, None) if by_h5py else self._layout(file, name)
         ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in set(self._ragged.values())}
         self._check_ends(path, layouts, ends)
         return _FileInfo(layouts, small, ends)
 
     def _is_small(self, name: str, shape: Sequence[int], nbytes: int) -> bool:
         """Whether all rows of the field are read at once: each read of a few bytes would cost a block of the disk."""
-        return name not in self._ragged and nbytes <= max(shape[0], 1) * ALIGN // 4
+        return self.reader_kind != "hdf5" and name not in self._ragged and nbytes <= max(shape[0], 1) * ALIGN // 4
 
     def _check_ends(self, path: Path, layouts: Mapping[str, Layout], ends: Mapping[str, np.ndarray]) -> None:
         for name, counts in self._ragged.items():
