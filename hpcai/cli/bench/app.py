@@ -85,7 +85,7 @@ class AppBenchmark:
         batch = self.workload.random_batch(cfg, range(cfg.data.batch), self.mesh.device)
         torch.manual_seed(cfg.train.seed)
         if name == "ours" or overrides:
-            step = self.workload.build_step(cfg, self.mesh)
+            step: Any = self.workload.build_step(cfg, self.mesh)
             return lambda: step(batch)["loss"]
         peer = self.workload.peers.get(name)
         implementation = peer.build(cfg, batch) if peer else self.workload.implementations(cfg, batch, self.mesh)[name]()
