@@ -286,7 +286,8 @@ def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, 
         raise DataError(f"{path}: not the log of a finished run of {benchmark.name}; give the directory of such a run")
     epochs = sum(line["key"] == "epoch_start" and line["metadata"]["step_num"] < step for line in lines)
     location = {"epoch_num": epochs, "step_num": step, "samples_count": step * batch}
-    updated = [line for line in lines if line is not last and (line["key"] != benchmark.metric_key or _get_step(line) != step)]
+    earlier = [line for line in lines if line["key"] == benchmark.metric_key and line["metadata"].get("step_num") == step]
+    updated = [line for line in lines if line is not last and line not in earlier]
     for line in updated:
         line |= {"value": samples} if line["key"] == "eval_samples" else {}
     record = {"namespace": "", "time_ms": round(time.time() * 1000), "event_type": "POINT_IN_TIME", "key": benchmark.metric_key}
@@ -305,7 +306,7 @@ def _run_stop(lines: list[dict[str, Any]], last: dict[str, Any], benchmark: Benc
     reached_lines: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
         if line["key"] == benchmark.metric_key and goals[line["metadata"]["metric"]].is_reached(line["value"]):
-            reached_lines.setdefault(_get_step(line), []).append(line)
+            reached_lines.setdefault(line["metadata"].get("step_num"), []).append(line)
     first = min((step for step, reached in reached_lines.items() if len(reached) == len(goals)), default=None)
     if first is None:
         return last | {"metadata": last["metadata"] | {"status": "aborted"}}
@@ -324,7 +325,3 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         with suppress(ValueError, RecursionError):                             # incomplete after a crash
             records.append(json.loads(line.removeprefix(PREFIX)))
     return [line for line in records if isinstance(line, dict) and {"key", "value", "metadata"} <= line.keys()]
-
-
-def _get_step(line: Mapping[str, Any]) -> Any:
-    return line["metadata"].get("step_num")

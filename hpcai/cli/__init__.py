@@ -1,5 +1,6 @@
 """The `hpcai` command. The module of a subcommand is imported when that subcommand runs, so that help is fast."""
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -35,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HpcaiError as error:
         print(f"hpcai {args[0]}: {error}", file=sys.stderr)
         return 2
+
+
+def make_parser(command: str, text: str | None) -> argparse.ArgumentParser:
+    """Return the parser of ``hpcai COMMAND``. Its description is ``text``, the docstring of a module, with its line breaks."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=f"hpcai {command}", description=text, formatter_class=formatter)
 
 
 def run_command(name: str, commands: Mapping[str, str], args: Sequence[str]) -> int:

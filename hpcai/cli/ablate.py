@@ -7,7 +7,6 @@ the plain implementation at the same weights and batch. Arrangements stay in mem
 every repeat.
 """
 
-import argparse
 import gc
 import json
 import math
@@ -22,7 +21,7 @@ import torch
 from rich.console import Console
 
 from hpcai import config, dist
-from hpcai.cli import tables
+from hpcai.cli import make_parser, tables
 from hpcai.cli.bench.timing import bootstrap_interval, machine_info, rotated_orders, synchronize
 from hpcai.cli.benchmarks import Enabled, Switch, find_workload
 from hpcai.data.readers import available_memory
@@ -31,7 +30,7 @@ from hpcai.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="hpcai ablate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("ablate", __doc__)
     parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file benchmarks.py")
     parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
     parser.add_argument("--repeats", type=int, default=5)

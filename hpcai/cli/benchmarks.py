@@ -179,6 +179,12 @@ class Workload:
         """Return the names of the network's switches that are available here."""
         return frozenset(switch.name for switch in self.switches(cfg, mesh) if switch.why_not is None)
 
+    def build_step(self, cfg: Any, mesh: Mesh) -> Step:
+        """Return our training step, with all available switches of the network enabled."""
+        torch.manual_seed(cfg.train.seed)
+        model = self.build(cfg, mesh, self.available_switches(cfg, mesh)).train()
+        return Step(model, self.loss, cfg.step, mesh, counts=self.counts)
+
     def all_switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
         switches = [*self.switches(cfg, mesh), *loop_switches(cfg, mesh, self.compile_scope)]
         if not self.slow_compile or mesh.device.type == "cuda" or cfg.step.compile != "none":

@@ -4,18 +4,16 @@
 FOLDER is a run's directory, its ``checkpoints``, or one ``step-...``. Every byte read is verified by SHA-256.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcai.cli import tables
+from hpcai.cli import make_parser, tables
 from hpcai.errors import CheckpointError
 from hpcai.log import format_bytes
 
 
 def main(argv: Sequence[str]) -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="hpcai checkpoint", description=__doc__, formatter_class=formatter)
+    parser = make_parser("checkpoint", __doc__)
     parser.add_argument("action", choices=["show", "export"])
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="output of export, such as model.safetensors")
@@ -31,10 +29,9 @@ def _find_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, oldest first. Raises CheckpointError if there is none."""
     from hpcai.train.checkpoint_reader import list_checkpoints
 
-    checkpoints = (
-        [folder] if (folder / "manifest.json").is_file() else list_checkpoints(folder) or list_checkpoints(folder / "checkpoints")
-    )
-    if not checkpoints:
+    if (folder / "manifest.json").is_file():
+        return [folder]
+    if not (checkpoints := list_checkpoints(folder) or list_checkpoints(folder / "checkpoints")):
         raise CheckpointError(f"{folder}: no checkpoint found; expected a run's directory, its checkpoints, or one step-...")
     return checkpoints
 

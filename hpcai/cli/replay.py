@@ -9,7 +9,6 @@ A run is replayed on the number of processes that trained (mesh.evaluate exclude
 replay` in place of the run, or without a launcher on this machine. The exit code is 0 if the failure occurs again, and 1 if not.
 """
 
-import argparse
 import os
 import runpy
 import shutil
@@ -21,12 +20,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from hpcai import config
-from hpcai.cli import apps
+from hpcai.cli import apps, make_parser
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.collate import tree_map
 from hpcai.dist.collectives import all_gather_object
@@ -41,8 +41,7 @@ FAILED_AGAIN, SUCCEEDED = 3, 4  # exit codes of the app: the step is non-finite 
 
 
 def main(argv: Sequence[str]) -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="hpcai replay", description=__doc__, formatter_class=formatter)
+    parser = make_parser("replay", __doc__)
     parser.add_argument("bundle", type=Path, metavar="RUN/failure-...", help="a folder written by a failed run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, such as data.directory")
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="scratch folder, shared by all processes (BUNDLE/replay)")
@@ -147,11 +146,8 @@ def _search_step(number: int, samples: dict[int, Any]) -> Iterator[None]:
                 print("\n".join(f"  {line}" for line in lines or ("all modules and gradients are finite",)), flush=True)
         raise SystemExit(FAILED_AGAIN if failed else SUCCEEDED)
 
-    Step.__call__ = call  # type: ignore[method-assign,assignment]
-    try:
+    with mock.patch.object(Step, "__call__", call):
         yield
-    finally:
-        Step.__call__ = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -109,20 +109,14 @@ def render(site: Site, options: Iterable[str], lines: Sequence[str], command: st
     first, *template_lines = head.splitlines()
     named: dict[str, str] = {}
     for option in [*(line.removeprefix(prefix) for line in template_lines if line.startswith(prefix)), *site.options, *options]:
-        named[_option_name(option)] = option
+        match = re.match(r"-l \w+|--?[\w-]+", option)  # --nodes of --nodes=2, -l walltime of -l walltime=1:00:00, -q of -q x
+        named[match[0] if match else option] = option
     before, after = body.split(_SITE_MARK)
     after = after[after.index("set -u\n") :]
     shell_lines, command = "\n".join(lines) + "\n", command.replace("\n", " ")
     return "\n".join(
         [first, f"# {command}", *(prefix + option for option in named.values()), "", shell_lines + before + site.lines + after]
     )
-
-
-def _option_name(option: str) -> str:
-    """Return the name of an option: ``--nodes`` of ``--nodes=2``, ``-l walltime`` of ``-l walltime=1:00:00``, ``-q`` of ``-q
-    x``."""
-    match = re.match(r"-l \w+|--?[\w-]+", option)
-    return match[0] if match else option
 
 
 def assign(name: str, value: str) -> str:

@@ -4,7 +4,6 @@
  srun --mpi=pmi2 --ntasks-per-node=4 hpcai data stage /scratch/universe '$SLURM_TMPDIR/universe' --shards 8
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcai.cli import make_parser
 from hpcai.cli.progress import Progress, show_progress
 from hpcai.errors import DataError
 from hpcai.log import format_bytes
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="hpcai data stage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("data stage", __doc__)
     parser.add_argument("source", type=Path, help="a folder on a shared file system")
     parser.add_argument("target", help="a folder on the local disk of each node; $NAMES are expanded on each node")
     parser.add_argument("--shards", type=int, default=1, help="groups of nodes to shard the data over (1: every node holds all)")

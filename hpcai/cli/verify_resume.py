@@ -9,7 +9,6 @@ reference as the references are to each other. An app that draws random numbers 
 of processes, and can be verified on one number only.
 """
 
-import argparse
 import runpy
 import shutil
 import sys
@@ -25,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from hpcai import log
-from hpcai.cli import apps
+from hpcai.cli import apps, make_parser
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import ConfigError
 from hpcai.train.checkpoint_reader import list_checkpoints, read_tensors
@@ -75,8 +74,7 @@ class Result:
 
 
 def main(argv: Sequence[str]) -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="hpcai verify-resume", description=__doc__, formatter_class=formatter)
+    parser = make_parser("verify-resume", __doc__)
     parser.add_argument("app", metavar="APP", help="a folder of apps/")
     parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of a run that takes seconds")
     parser.add_argument("--kills", type=int, default=100)

@@ -46,7 +46,11 @@ def read_catalog(folder: Path, datasets: Collection[str], remedy: str = "") -> C
         names = sorted(name for name in existing if name.endswith(".h5"))
         if not names:
             raise DataError(f"{folder}: holds no *.h5 file{remedy}")
-        return Catalog(names, np.array([_size(folder / name, remedy) for name in names], np.int64), None, metadata)
+        try:
+            sizes = [(folder / name).stat().st_size for name in names]
+        except OSError as problem:
+            raise DataError(f"{problem.filename}: cannot be read: {problem.strerror}{remedy}") from problem
+        return Catalog(names, np.array(sizes, np.int64), None, metadata)
     for file in files:
         if file.name not in existing:
             expected = f"{INDEX} has {file.bytes:,} bytes and {file.rows} rows"
@@ -56,10 +60,3 @@ def read_catalog(folder: Path, datasets: Collection[str], remedy: str = "") -> C
         np.array([file.rows for file in files], np.int64), metadata,
         read_table(folder, table, files, datasets) if table is not None else None,
     )  # fmt: skip
-
-
-def _size(path: Path, remedy: str) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as problem:
-        raise DataError(f"{path}: cannot be read: {problem.strerror}{remedy}") from problem

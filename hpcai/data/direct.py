@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,7 +185,7 @@ class _File:
     device: int
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Reads ranges of files, with ``threads`` reads of up to ``block`` bytes in flight. Thread-safe.
 
     ``mode``: ``direct`` requires O_DIRECT; ``auto`` uses it if the file system supports it, and logs once if not; ``buffered``
@@ -258,9 +258,6 @@ class Reader:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings; worker processes open their own files."""
         return partial(Reader, self.mode, threads=self._threads, block=self.block, memory=self.memory, files=self._limit), ()
-
-    def __enter__(self) -> "Reader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -9,7 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -39,7 +39,7 @@ class _File:
     size: int
 
 
-class GdsReader:
+class GdsReader(AbstractContextManager["GdsReader"]):
     """Reads boxes of arrays into memory of ``device``. Thread-safe.
 
     Each byte range is read with the blocks of its ends to an aligned address, which GPUDirect Storage needs to avoid a bounce
@@ -85,9 +85,6 @@ class GdsReader:
     def close(self) -> None:
         """Close the files; a file in use is closed after its read. Tensors stay valid."""
         self._files.close()
-
-    def __enter__(self) -> "GdsReader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

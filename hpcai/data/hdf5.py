@@ -2,8 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,10 @@ from hpcai.data.index import INDEX
 from hpcai.data.layout import Layout, UnreadableLayoutError, is_finite
 from hpcai.data.layout import hdf5_layout as layout_of
 from hpcai.data.readers import open_reader
-from hpcai.data.table import ABSENT, HDF5_ONLY, HEAD_BYTES, DatasetLayouts, Table, head_checksum
+from hpcai.data.table import ABSENT, HDF5_ONLY, HEAD_BYTES, DatasetLayouts, Table, head_checksum, naming_file
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.dist.mesh import Axis
-from hpcai.errors import DataError, HpcaiError
+from hpcai.errors import DataError
 
 if TYPE_CHECKING:
     from hpcai.data.gds import GdsReader
@@ -72,10 +71,7 @@ class Rows:
         self.local = dict(local or {})
         self.axis = axis
         self._reset()
-        catalog = broadcast_from_first(self._scan, axis)
-        if axis.rank:
-            self._set_paths(catalog)
-        self._set_catalog(catalog)
+        self._set_catalog(broadcast_from_first(self._scan, axis))
         self.reader = reader if isinstance(reader, Reader) else open_reader(reader, self.bytes, str(self.folder), device)
         self.gds: GdsReader | None = None
         if self.reader_kind == "gds":
@@ -99,20 +95,17 @@ class Rows:
     def _scan(self) -> Catalog:
         """Return the catalog, with the shapes of the first file, and numbers of rows if there is no index."""
         catalog = read_catalog(self.folder, {*self.fields, *self._ragged.values()}, self.remedy)
-        self._set_paths(catalog)
         self._set_catalog(catalog)
         self._check_table()
         if catalog.rows is None:
             catalog = replace(catalog, rows=np.array([self._count_rows(path) for path in self.paths], np.int64))
         if all(self._in_table(name, 0) for name in self.fields):
             return replace(catalog, shapes={name: self._table_fields[name].shape(0)[1:] for name in self.fields})
-        return replace(catalog, shapes={name: layout.shape[1:] for name, layout in self._inspected(self.paths[0]).layouts.items()})
-
-    def _set_paths(self, catalog: Catalog) -> None:
-        self.paths = [self.folder / name for name in catalog.names]
-        self._numbers = {path: number for number, path in enumerate(self.paths)}
+        return replace(catalog, shapes={name: layout.shape[1:] for name, layout in self._file_info(self.paths[0]).layouts.items()})
 
     def _set_catalog(self, catalog: Catalog) -> None:
+        self.paths = [self.folder / name for name in catalog.names]
+        self._numbers = {path: number for number, path in enumerate(self.paths)}
         self.catalog, self.metadata, self.shapes = catalog, catalog.metadata, catalog.shapes or {}
         self._table_fields: Mapping[str, DatasetLayouts] = catalog.table.fields if catalog.table is not None else {}
         self._ends = np.cumsum(catalog.rows if catalog.rows is not None else np.zeros_like(catalog.sizes))
@@ -146,7 +139,7 @@ class Rows:
             return table.columns[name].copy()
         parts = []
         for path in self.paths:
-            with self._lock, self._open(path) as file, self._naming_file(path):
+            with self._lock, self._open(path) as file, naming_file(path, f"it is damaged{self.remedy}"):
                 parts.append(file[name][...])
         return np.concatenate(parts)
 
@@ -214,9 +207,6 @@ class Rows:
             except Exception as problem:  # h5py raises a dozen different exceptions for damaged files
                 raise DataError(f"{path}: row {row} cannot be read ({problem}){self.remedy}") from problem
 
-    def _local_path(self, path: Path) -> Path:
-        return self.local.get(path, path)
-
     def _check_size(self, path: Path, size_or_reason: int | str) -> None:
         """Raise DataError if the size of a file differs from the index, or if there is a reason instead of a size."""
         number = self._numbers[path]
@@ -228,18 +218,18 @@ class Rows:
 
     def _open(self, path: Path) -> h5py.File:
         try:
-            size_or_reason: int | str = os.stat(self._local_path(path)).st_size
+            size_or_reason: int | str = os.stat(self.local.get(path, path)).st_size
         except OSError as problem:
             is_gone = isinstance(problem, FileNotFoundError)
             size_or_reason = "is missing (moved or deleted since the start?)" if is_gone else str(problem.strerror)
         self._check_size(path, size_or_reason)
         try:
-            file = h5py.File(self._local_path(path), "r")
+            file = h5py.File(self.local.get(path, path), "r")
         except Exception as problem:
             reason = "no such file" if not path.exists() else f"not a complete HDF5 file ({problem})"
             raise DataError(f"{path}: {reason}{self.remedy}") from problem
         try:
-            with self._naming_file(path):
+            with naming_file(path, f"it is damaged{self.remedy}"):
                 self._check_datasets(path, file)
         except BaseException:
             file.close()
@@ -247,21 +237,14 @@ class Rows:
         return file
 
     def _file_info(self, path: Path) -> _FileInfo:
-        info = self._info.get(path)
-        if info is None:
+        if path not in self._info:
             number, table, names = self._numbers[path], self.catalog.table, (*self.fields, *self._ragged.values())
-            if table is None or not all(self._in_table(name, number) for name in names):
-                return self._inspected(path)
-            info = self._info[path] = self._from_table(path, table)
-        return info
-
-    def _inspected(self, path: Path) -> _FileInfo:
-        """Return the information that h5py reads from a file."""
-        info = self._info.get(path)
-        if info is None:
-            with self._lock, self._open(path) as file, self._naming_file(path):
-                info = self._info[path] = self._inspect(path, file)
-        return info
+            if table is not None and all(self._in_table(name, number) for name in names):
+                self._info[path] = self._from_table(path, table)
+            else:
+                with self._lock, self._open(path) as file, naming_file(path, f"it is damaged{self.remedy}"):
+                    self._info[path] = self._inspect(path, file)
+        return self._info[path]
 
     # ---- from the table
 
@@ -271,12 +254,12 @@ class Rows:
         return bool(storage != ABSENT and (storage != HDF5_ONLY or self.reader_kind == "hdf5"))
 
     def _from_table(self, path: Path, table: Table) -> _FileInfo:
-        number, local_path = self._numbers[path], self._local_path(path)
+        number, local_path = self._numbers[path], self.local.get(path, path)
         self._check_head(path, int(table.head[number]))
         layouts = {name: self._table_fields[name].layout(number, local_path) for name in self.fields}
         small: dict[str, np.ndarray] = {}
         for name, layout in layouts.items():
-            if self.reader_kind != "hdf5" and self._is_small(name, layout.shape, layout.nbytes):
+            if self._is_small(name, layout.shape, layout.nbytes):
                 small[name] = self._small_values(path, table.file_values(name, number), layout)
         ends = {}
         for name in set(self._ragged.values()):
@@ -294,13 +277,13 @@ class Rows:
 
     def _check_head(self, path: Path, head: int) -> None:
         """Raise DataError if size or first bytes of a file differ from those in the table."""
-        size = int(self.catalog.sizes[self._numbers[path]])
+        size, local_path = int(self.catalog.sizes[self._numbers[path]]), self.local.get(path, path)
         try:
-            size_or_reason: int | str = self.reader.size(self._local_path(path))
+            size_or_reason: int | str = self.reader.size(local_path)
         except DataError as problem:
             size_or_reason = str(problem).removeprefix(f"{path}: ")
         self._check_size(path, size_or_reason)
-        if head_checksum(self.reader.fetch(self._local_path(path), 0, min(size, HEAD_BYTES))) != head:
+        if head_checksum(self.reader.fetch(local_path, 0, min(size, HEAD_BYTES))) != head:
             text = "its first bytes differ from those in the table beside it (rewritten since?)"
             advice = f"check it with: hpcai data check {self.folder}, and again with --index if it is right"
             raise DataError(f"{path}: {text}; {advice}{self.remedy}")
@@ -321,36 +304,22 @@ class Rows:
 
     # ---- from h5py
 
-    @contextmanager
-    def _naming_file(self, path: Path) -> Iterator[None]:
-        """Context manager: replace any exception of h5py, which has a dozen for damaged files, by a DataError with the file."""
-        try:
-            yield
-        except HpcaiError:
-            raise
-        except Exception as problem:
-            text = f"{path}: cannot be read as HDF5 ({type(problem).__name__}: {problem}); it is damaged"
-            raise DataError(f"{text}{self.remedy}") from problem
-
     def _inspect(self, path: Path, file: h5py.File) -> _FileInfo:
         layouts: dict[str, Layout] = {}
         small: dict[str, np.ndarray] = {}
         for name in self.fields:
             data = file[name]
-            is_small = self._is_small(name, data.shape, data.nbytes)
-            if self.reader_kind == "hdf5" or is_small:
-                layouts[name] = Layout(path, name, data.shape, data.dtype, None)
-            else:
-                layouts[name] = self._layout(file, name)
-            if self.reader_kind != "hdf5" and is_small:
+            if self._is_small(name, data.shape, data.nbytes):
                 small[name] = self._read_dataset(path, name, data)
+            by_h5py = self.reader_kind == "hdf5" or name in small
+            layouts[name] = Layout(path, name, data.shape, data.dtype, None) if by_h5py else self._layout(file, name)
         ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in set(self._ragged.values())}
         self._check_ends(path, layouts, ends)
         return _FileInfo(layouts, small, ends)
 
     def _is_small(self, name: str, shape: Sequence[int], nbytes: int) -> bool:
         """Whether all rows of the field are read at once: each read of a few bytes would cost a block of the disk."""
-        return name not in self._ragged and nbytes <= max(shape[0], 1) * ALIGN // 4
+        return self.reader_kind != "hdf5" and name not in self._ragged and nbytes <= max(shape[0], 1) * ALIGN // 4
 
     def _check_ends(self, path: Path, layouts: Mapping[str, Layout], ends: Mapping[str, np.ndarray]) -> None:
         for name, counts in self._ragged.items():
@@ -404,7 +373,7 @@ class Rows:
         return DataError(f"{path}: dataset '{name}' is {dtype}, expected {np.dtype(kind)}{self.remedy}")
 
     def _count_rows(self, path: Path) -> int:
-        layouts = self._inspected(path).layouts
+        layouts = self._file_info(path).layouts
         rows = {name: layout.shape[0] for name, layout in layouts.items() if name not in self._ragged}
         if len(set(rows.values())) > 1:
             raise DataError(f"{path}: datasets have different numbers of rows: {rows}{self.remedy}")

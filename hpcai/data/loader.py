@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal, Protocol
@@ -57,8 +58,11 @@ class Skipped:
     replacement: int
     reason: str
 
+    def __str__(self) -> str:
+        return f"sample {self.index} of epoch {self.epoch} is skipped ({self.replacement} in its place)"
 
-class Loader:
+
+class Loader(AbstractContextManager["Loader"]):
     """Loads batches of ``source`` for one rank of the mesh. The ranks of a model replica (all axes but ``replicate``) construct it
     together, and get the same samples in the same order.
 
@@ -103,8 +107,8 @@ class Loader:
         self._reporting_axis = mesh.peers if self._scatters else self.replicas
         gpu = mesh.device if mesh.device.type == "cuda" else None
         self._scatter = ScatteredLoader(mesh.new_background_axis("model_parallel"), mesh.rank, gpu) if self._scatters else None
-        needs_leader = order == "ready" and mesh.model_parallel.size > 1 and not self._scatters
-        self._leader = _Leader(mesh.new_background_axis("model_parallel")) if needs_leader else None
+        needs_channel = order == "ready" and mesh.model_parallel.size > 1 and not self._scatters
+        self._channel = mesh.new_background_axis("model_parallel") if needs_channel else None
         self._collator = Collator(mesh.device, name, getattr(source, "collate", None))
         self._next_epoch: _ActiveEpoch | None = None
         self._plan: _EpochPlan | None = None
@@ -221,7 +225,7 @@ class Loader:
         if self._on_bad_sample == "stop":
             return []
         new, self._reported = self.skipped[self._reported :], len(self.skipped)
-        texts = [(self.source.describe(s.index), f"{self.name}: {_skip_message(s)}: {s.reason}") for s in new]
+        texts = [(self.source.describe(s.index), f"{self.name}: {s}: {s.reason}") for s in new]
         parts = all_gather_object((texts, len(self.skipped)), self._reporting_axis)
         messages = {name: text for part, _ in reversed(parts) for name, text in reversed(part) if name not in self._reported_names}
         self._reported_names |= messages.keys()
@@ -238,9 +242,6 @@ class Loader:
         self._collator.close()
         if hasattr(self.source, "close"):
             self.source.close()
-
-    def __enter__(self) -> "Loader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -292,10 +293,10 @@ class Loader:
             samples = self._scatter.take(queue, plan.tasks_at(positions), number, plan.task_at if self.order == "ready" else None)
         elif self.order == "strict":
             samples = queue.take(plan.epoch, len(positions), positions.tolist())
-        elif self._leader is None:
+        elif self._channel is None:
             samples = queue.take(plan.epoch, len(positions))
         else:
-            samples = self._leader.take(queue, plan.epoch, len(positions))
+            samples = _take_as_first(self._channel, queue, plan.epoch, len(positions))
         assert samples is not None
         return (number, [ready.task for ready in samples]), [ready.sample for ready in samples]
 
@@ -326,10 +327,6 @@ class Loader:
         text = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
         location = self.source.describe(index)
         return text if location in text else f"{location}: {text}"
-
-
-def _skip_message(sample: Skipped) -> str:
-    return f"sample {sample.index} of epoch {sample.epoch} is skipped ({sample.replacement} in its place)"
 
 
 _MAX_ATTEMPTS = 10
@@ -397,25 +394,22 @@ class _ActiveEpoch:
         self.queue.close()
 
 
-class _Leader:
-    """Ready order over the ranks of a model replica: rank 0 chooses the next samples, and the others take the same."""
+def _take_as_first(channel: Axis, queue: PrefetchQueue, epoch: int, count: int) -> list[Ready] | None:
+    """Return samples in ready order on the ranks of a model replica: rank 0 chooses the next, and the others take the same.
 
-    def __init__(self, channel: Axis) -> None:
-        # A thread calls the broadcasts. In the process group of the axis their order relative to the collectives of the loop could
-        # differ between ranks, hence the separate channel.
-        self._channel, self._is_leader = channel, channel.rank == 0
-
-    def take(self, queue: PrefetchQueue, epoch: int, count: int) -> list[Ready] | None:
-        positions = torch.full((count,), -1)
-        samples = None
-        try:
-            if self._is_leader:
-                samples = queue.take(epoch, count)
-                positions = torch.tensor([ready.task.position for ready in samples or ()])
-        finally:  # also after a failure: the other ranks are waiting
-            torch_dist.broadcast(positions, group=self._channel.group, group_src=0)
-        if self._is_leader:
-            return samples
-        if positions[0] < 0:
-            raise DataError("rank 0 of this model replica has ended its epoch; see its message")
-        return queue.take(epoch, count, positions.tolist())
+    A thread calls the broadcasts. In the process group of the axis their order relative to the collectives of the loop could differ
+    between ranks, hence the separate ``channel``.
+    """
+    positions = torch.full((count,), -1)
+    samples = None
+    try:
+        if channel.rank == 0:
+            samples = queue.take(epoch, count)
+            positions = torch.tensor([ready.task.position for ready in samples or ()])
+    finally:  # also after a failure: the other ranks are waiting
+        torch_dist.broadcast(positions, group=channel.group, group_src=0)
+    if channel.rank == 0:
+        return samples
+    if positions[0] < 0:
+        raise DataError("rank 0 of this model replica has ended its epoch; see its message")
+    return queue.take(epoch, count, positions.tolist())

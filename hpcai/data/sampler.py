@@ -20,7 +20,9 @@ class Sampler(Protocol):
         """Return the sample indices of an epoch.   [samples]"""
 
     def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
-        """Return the positions within the batch ``indices`` of the samples of replica ``rank`` of ``size``."""
+        """Return the positions within the batch ``indices`` of the samples of replica ``rank`` of ``size``: by default the
+        contiguous part of it."""
+        return split_range(len(indices), rank, size)
 
 
 def split_range(count: int, rank: int, size: int) -> np.ndarray:
@@ -39,12 +41,7 @@ def _generator(*seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(list(seed)))
 
 
-class _Contiguous:
-    def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
-        return split_range(len(indices), rank, size)
-
-
-class InOrder(_Contiguous):
+class InOrder(Sampler):
     """Sequential order, 0 ... N - 1, in every epoch."""
 
     def __init__(self, samples: int) -> None:
@@ -54,7 +51,7 @@ class InOrder(_Contiguous):
         return np.arange(self.samples)
 
 
-class Shuffled(_Contiguous):
+class Shuffled(Sampler):
     """Every sample once per epoch, in a new random order."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
@@ -64,7 +61,7 @@ class Shuffled(_Contiguous):
         return _generator(self.seed, epoch).permutation(self.samples)
 
 
-class Endless(_Contiguous):
+class Endless(Sampler):
     """An infinite sequence of shuffled passes over ``count`` samples, of which each epoch is the next ``samples``.
 
     If a pass is no multiple of the batch, nothing is dropped or repeated: the next pass starts within the batch.
@@ -86,7 +83,7 @@ def _shuffled_passes(count: int, first: int, end: int, *seed: int) -> np.ndarray
     return sequence[first - passes.start * count :][: end - first]
 
 
-class Blend(_Contiguous):
+class Blend(Sampler):
     """A mixture of S concatenated datasets: shuffled passes over each, in proportion to ``weights``, ``samples`` per epoch.
 
     Rounding errors do not accumulate: after any number of epochs the count of each dataset differs from its share by at most one
@@ -107,7 +104,7 @@ class Blend(_Contiguous):
         return _generator(self.seed, len(self.counts), epoch).permutation(np.concatenate(rows))
 
 
-class Weighted(_Contiguous):
+class Weighted(Sampler):
     """``samples`` draws per epoch with replacement, with probabilities in proportion to ``weights`` [N].
 
     With ``numbered``, the k-th repetition of a sample in an epoch has its index plus kN, so that a source may augment it anew."""

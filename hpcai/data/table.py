@@ -22,7 +22,8 @@ F files, N rows in total
 import hashlib
 import re
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,30 +57,28 @@ def head_checksum(start: bytes | np.ndarray) -> int:
 # ---- writing
 
 
+@contextmanager
+def naming_file(path: Path, advice: str) -> Iterator[None]:
+    """Context manager: replace any exception of h5py, which has a dozen for damaged files, by a DataError with the file."""
+    try:
+        yield
+    except HpcaiError:
+        raise
+    except Exception as problem:
+        raise DataError(f"{path}: cannot be read as HDF5 ({type(problem).__name__}: {problem}); {advice}") from problem
+
+
 def describe(path: Path, rows: int) -> dict[str, Any]:
     """Return the table entries of a file, as JSON values, without external, virtual and non-numeric datasets. Raises DataError for
     a file that is missing or damaged."""
-    try:
-        return _describe_file(path, rows)
-    except HpcaiError:
-        raise
-    except Exception as problem:  # h5py raises a dozen different exceptions for damaged files
-        raise DataError(f"{path}: cannot be read as HDF5 ({type(problem).__name__}: {problem}); make or copy it again") from problem
-
-
-def _describe_file(path: Path, rows: int) -> dict[str, Any]:
     names: list[str] = []
-
-    def add_dataset(name: str, item: Any) -> None:
-        if isinstance(item, h5py.Dataset):
-            names.append(name)
-
-    with path.open("rb") as stream:
-        head = head_checksum(stream.read(HEAD_BYTES))
-    with h5py.File(path, "r") as file:
-        file.visititems(add_dataset)
-        fields = {name: _describe_dataset(file, name, rows) for name in names}
-    return {"bytes": path.stat().st_size, "head": head, "fields": {name: field for name, field in fields.items() if field}}
+    with naming_file(path, "make or copy it again"):
+        with path.open("rb") as stream:
+            head = head_checksum(stream.read(HEAD_BYTES))
+        with h5py.File(path, "r") as file:
+            file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+            fields = {name: _describe_dataset(file, name, rows) for name in names}
+        return {"bytes": path.stat().st_size, "head": head, "fields": {name: field for name, field in fields.items() if field}}
 
 
 def _describe_dataset(file: h5py.File, name: str, rows: int) -> dict[str, Any] | None:

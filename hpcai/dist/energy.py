@@ -33,17 +33,15 @@ class RaplCounters:
         self._counters: list[_Counter] = []
         self._last_poll = time.monotonic()
         for folder in sorted(Path(root, "sys/class/powercap").glob("intel-rapl:*")):  # also on AMD processors
-            self._open(folder)
-
-    def _open(self, folder: Path) -> None:
-        try:
-            name = (folder / "name").read_text()
-            kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), None)
-            if kind is not None:
-                file, max_energy = folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
-                self._counters.append(_Counter(kind, file, max_energy, int(file.read_text())))
-        except (OSError, ValueError) as error:
-            self.unreadable = self.unreadable or f"{folder / 'energy_uj'}: {getattr(error, 'strerror', None) or error}"
+            file = folder / "energy_uj"
+            try:
+                name = (folder / "name").read_text()
+                kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), None)
+                if kind is not None:
+                    max_energy = int((folder / "max_energy_range_uj").read_text())
+                    self._counters.append(_Counter(kind, file, max_energy, int(file.read_text())))
+            except (OSError, ValueError) as error:
+                self.unreadable = self.unreadable or f"{file}: {getattr(error, 'strerror', None) or error}"
 
     def poll(self) -> None:
         """Read the counters if ``_POLL_INTERVAL`` has passed, for callers of ``joules`` that are rarer than a wrap-around."""

@@ -87,11 +87,7 @@ def bind_to_numa_node(device: torch.device, local_world: int = 1, root: str | Pa
     """
     if device.type != "cuda" or not hasattr(os, "sched_getaffinity"):
         return None
-    gpu, allowed = _pci_address(device) or "none", os.sched_getaffinity(0)
-    try:
-        node = int((Path(root, "sys/bus/pci/devices") / gpu / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
+    (gpu, node), allowed = find_numa_node(device, root), os.sched_getaffinity(0)
     cpus = read_cpu_list(Path(root, f"sys/devices/system/node/node{node}/cpulist")) & allowed
     if not cpus or cpus == allowed:
         return None
@@ -103,11 +99,14 @@ def bind_to_numa_node(device: torch.device, local_world: int = 1, root: str | Pa
     return f"bound to {len(cpus)} CPUs of NUMA node {node}, next to GPU {gpu}: {format_ranges(cpus)}"
 
 
-def _pci_address(device: torch.device) -> str | None:
-    """Return the PCI address as in sysfs, such as ``0000:c1:00.0``."""
-    properties = torch.cuda.get_device_properties(device)
+def find_numa_node(device: torch.device, root: str | Path = "/") -> tuple[str, int]:
+    """Return the PCI address of a GPU as in sysfs, such as ``0000:c1:00.0``, or "", and its NUMA node, or -1 if it is unknown."""
+    properties, node = torch.cuda.get_device_properties(device), -1
     domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
-    return f"{domain:04x}:{bus:02x}:{slot:02x}.0" if slot >= 0 else None
+    address = f"{domain:04x}:{bus:02x}:{slot:02x}.0" if slot >= 0 else ""
+    with suppress(OSError, ValueError):
+        node = int((Path(root, "sys/bus/pci/devices") / (address or "none") / "numa_node").read_text())
+    return address, node
 
 
 def read_cpu_list(path: Path) -> set[int]:

@@ -53,9 +53,7 @@ def select_device(info: RankInfo, visible: int | None = None) -> torch.device:
         return torch.device("cuda", 0)
     if info.local_rank is None:
         raise LaunchError(f"{info.launcher} sets no local rank before MPI starts, so none of {visible} GPUs can be chosen")
-    if info.local_rank < visible:
-        return torch.device("cuda", info.local_rank)
-    if _may_share_gpu():
+    if info.local_rank < visible or _may_share_gpu():
         return torch.device("cuda", info.local_rank % visible)
     raise LaunchError(
         f"local rank {info.local_rank} finds only {visible} visible GPUs; start {visible} tasks on each node, or "

@@ -116,14 +116,10 @@ class Watchdog:
         if not refused and code != 130:
             trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without start() itself
             report = "".join(traceback.format_exception(type(error), error, trace))
-        self._report_and_exit(text, report, code, refused)
+        self.report_and_exit(text, report, code, refused)
 
-    def abort_job(self, text: str, report: str) -> NoReturn:
-        """Fail in a thread while the main thread is stuck. ``report`` is printed once, and all ranks get ``text``."""
-        self._report_and_exit(text, report, 1, refused=False)
-
-    def _report_and_exit(self, text: str, report: str, code: int, refused: bool) -> NoReturn:
-        """Report a failure to the hub, and exit according to its answer."""
+    def report_and_exit(self, text: str, report: str, code: int = 1, refused: bool = False) -> NoReturn:
+        """Report a failure to the hub, and exit according to its answer. ``report`` is printed once, and all ranks get ``text``."""
         text, report = text[:_MAX_REASON], report[-_MAX_MESSAGE // 8 :]  # JSON has up to six bytes for a character
         with self._lock:
             self._failing = not self._stopping
@@ -238,11 +234,11 @@ class _Hub:
         self._failures: list[_Failure] = []
         self._stop_requests: dict[int, _StopRequest] = {}
         self._unauthenticated = 0
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._done = asyncio.Event()
 
     def serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # closes all connections, which stops the ranks
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # closes all connections, which stops the ranks
             runner.run(self._serve())
 
     async def _serve(self) -> None:
@@ -313,7 +309,7 @@ class _Hub:
                 for member in self._members.values():
                     member.send(boundary=number, stop_at=max(request.steps.values(), default=0) + 1, reason=request.reason)
 
-    async def _query_status(self, timeout: float) -> "dict[int, RankStatus]":
+    async def query_status(self, timeout: float) -> "dict[int, RankStatus]":
         members = list(self._members.values())
         for member in members:
             member.status = None
@@ -323,14 +319,10 @@ class _Hub:
             await asyncio.sleep(0.02)
         return {member.rank: RankStatus(member.name, member.status) for member in members}
 
-    def query_status(self, timeout: float) -> "dict[int, RankStatus]":
-        """Query all ranks, from any thread."""
-        return asyncio.run_coroutine_threadsafe(self._query_status(timeout), self._loop).result(2 * timeout)
-
     def _record_failure(self, failure: _Failure) -> None:
         self._failures.append(failure)
         final = failure.dead or len(self._failures) == self._world
-        self._loop.call_later(0 if final else _REFUSAL_DELAY if self._failures[0].refused else _CAUSE_DELAY, self._stop_all)
+        self.loop.call_later(0 if final else _REFUSAL_DELAY if self._failures[0].refused else _CAUSE_DELAY, self._stop_all)
 
     def _stop_all(self) -> None:
         if self._done.is_set():
@@ -386,9 +378,9 @@ def query_status(timeout: float) -> dict[int, RankStatus]:
     A rank answers while it waits in a collective. It does not answer within ``timeout`` seconds if its process is stopped, or if
     a long C call holds its interpreter lock.
     """
-    for watchdog in _active:
-        if watchdog.hub is not None:
-            return watchdog.hub.query_status(timeout)
+    for hub in (watchdog.hub for watchdog in _active):
+        if hub is not None:
+            return asyncio.run_coroutine_threadsafe(hub.query_status(timeout), hub.loop).result(2 * timeout)
     return {}
 
 
@@ -402,7 +394,7 @@ def report_failure(text: str) -> None:
 def abort_job(text: str, report: str) -> NoReturn:
     """End all ranks with exit code 1, from any thread, while the main thread is stuck."""
     for watchdog in _active:
-        watchdog.abort_job(text, report)
+        watchdog.report_and_exit(text, report)
     report_failure(f"error: {report}")
     exit_now(1)
 

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -132,7 +133,7 @@ class StepTracer(TorchDispatchMode):
         self._kernels = kernels
         self._trace, self._communications = Trace(), 0
         self._live: set[int] = set()
-        self._bytes = 0
+        self.bytes = 0  # of all live tensors
 
     @contextmanager
     def fake_tensors(self) -> Iterator[None]:
@@ -154,7 +155,7 @@ class StepTracer(TorchDispatchMode):
     @contextmanager
     def record(self) -> Iterator[Trace]:
         """Context manager: return the trace of the block. An outer ``record`` does not contain it."""
-        before, self._trace = self._trace, Trace(peak=self._bytes, before=self._bytes)
+        before, self._trace = self._trace, Trace(peak=self.bytes, before=self.bytes)
         try:
             yield self._trace
         finally:
@@ -170,11 +171,6 @@ class StepTracer(TorchDispatchMode):
             return result
 
         return recorded
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of all live tensors."""
-        return self._bytes
 
     def empty_like(self, batch: Any) -> Any:
         """Return empty tensors of the shapes of those in ``batch``."""
@@ -235,13 +231,13 @@ class StepTracer(TorchDispatchMode):
         if key in self._live:
             return
         self._live.add(key)
-        self._bytes += size
-        self._trace.peak = max(self._trace.peak, self._bytes)
+        self.bytes += size
+        self._trace.peak = max(self._trace.peak, self.bytes)
         weakref.finalize(memory, self._untrack, key, size)
 
     def _untrack(self, key: int, size: int) -> None:
         self._live.discard(key)
-        self._bytes -= size
+        self.bytes -= size
 
 
 def _bytes(x: Tensor) -> int:
@@ -271,14 +267,13 @@ class _Group(torch_dist.ProcessGroup):
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self.ranks = tuple(ranks)
 
-    def _record(self, name: str, tensors: Sequence[Tensor]) -> _Work:
+    def _record(self, name: str, tensors: Sequence[Tensor], *_: Any) -> _Work:
         return self.tracer.add_communication(name, tensors, self.ranks)
 
-    def allreduce(self, tensors: Any, *_: Any) -> _Work:
-        return self._record("all-reduce", tensors)
-
-    def broadcast(self, tensors: Any, *_: Any) -> _Work:
-        return self._record("broadcast", tensors)
+    allreduce: Any = partialmethod(_record, "all-reduce")
+    broadcast: Any = partialmethod(_record, "broadcast")
+    send: Any = partialmethod(_record, "send")
+    recv: Any = partialmethod(_record, "receive")
 
     def allgather(self, outputs: Any, inputs: Any, *_: Any) -> _Work:
         for output in outputs[0]:
@@ -297,12 +292,6 @@ class _Group(torch_dist.ProcessGroup):
     _allgather_base: Any = all_gather_single  # their names before torch 2.13
     _reduce_scatter_base: Any = reduce_scatter_single
     alltoall_base: Any = all_to_all_single
-
-    def send(self, tensors: Any, *_: Any) -> _Work:
-        return self._record("send", tensors)
-
-    def recv(self, tensors: Any, *_: Any) -> _Work:
-        return self._record("receive", tensors)
 
     def barrier(self, *_: Any) -> _Work:
         return self._record("barrier", [])
@@ -362,12 +351,9 @@ def _record_triton(tracer: StepTracer) -> Iterator[None]:
         return
     from triton.runtime.jit import JITFunction
 
-    def get_launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-            tracer.add_kernel(kernel.fn.__name__, sum(map(_bytes, tensors)))
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        tracer.add_kernel(kernel.fn.__name__, sum(map(_bytes, tensors)))
 
-        return launch
-
-    with mock.patch.object(JITFunction, "__getitem__", get_launcher):
+    with mock.patch.object(JITFunction, "__getitem__", lambda kernel, grid: partial(launch, kernel)):
         yield

@@ -24,7 +24,7 @@ from hpcai import config, dist
 from hpcai.cli.bench.timing import Row, alternate, machine_info, make_parser, peak_mb, print_results, run_in_subprocess, synchronize
 from hpcai.cli.benchmarks import Implementation, Workload, find_workload, torch_optimizer
 from hpcai.errors import ConfigError
-from hpcai.train import Step, rng
+from hpcai.train import rng
 from hpcai.train.optim import match_decay_names
 
 PARTS = ("steps", "memory")
@@ -85,7 +85,7 @@ class AppBenchmark:
         batch = self.workload.random_batch(cfg, range(cfg.data.batch), self.mesh.device)
         torch.manual_seed(cfg.train.seed)
         if name == "ours" or overrides:
-            step = self.build_step(cfg)
+            step: Any = self.workload.build_step(cfg, self.mesh)
             return lambda: step(batch)["loss"]
         peer = self.workload.peers.get(name)
         implementation = peer.build(cfg, batch) if peer else self.workload.implementations(cfg, batch, self.mesh)[name]()
@@ -96,10 +96,6 @@ class AppBenchmark:
             return run()
 
         return seeded
-
-    def build_step(self, cfg: Any) -> Step:
-        model = self.workload.build(cfg, self.mesh, self.workload.available_switches(cfg, self.mesh))
-        return Step(model, self.workload.loss, cfg.step, self.mesh, counts=self.workload.counts)
 
     # ---- parts
 

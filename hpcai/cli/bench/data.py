@@ -70,11 +70,6 @@ def _write_volumes(folder: Path, count: int, shape: Shape, dtype: str) -> Iterat
     shutil.rmtree(folder)
 
 
-def _evict_all(folder: Path) -> None:
-    for path in folder.iterdir():
-        evict(path)
-
-
 class _Clock:
     """Context manager that measures MB/s and CPU seconds per GiB of reading ``size`` bytes, including ended child processes."""
 
@@ -202,7 +197,8 @@ def _peers(folder: Path, args: Any) -> list[Row]:
         clocks: dict[str, list[Any]] = {name: [] for name in _LOADERS}
         with _write_volumes(folder, count, shape, dtype) as data:
             for name in [*_LOADERS] * args.repeats:
-                _evict_all(data)
+                for path in data.iterdir():
+                    evict(path)
                 with _Clock(count * size) as clock, _LOADERS[name](data, shape, dtype, args.threads) as batches:
                     count_read = sum(1 for _ in batches)
                 if count_read != count:

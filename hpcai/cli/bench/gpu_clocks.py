@@ -7,9 +7,9 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import pairwise
+from unittest import mock
 
 import torch
 from torch.utils import flop_counter
@@ -141,19 +141,10 @@ def count_flops(run: Callable[[], object]) -> int:
     operations that they compute. Recomputation in a backward pass (checkpoints, attention logits) counts each time. Reductions,
     norms, gates, scatters and the update are not counted.
     """
-    with _reference_kernels(), flop_counter.FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
+    reference_kernels = mock.patch.object(triton_support, "MISSING", "operations are counted")
+    with reference_kernels, flop_counter.FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as counter:
         run()
     return int(counter.get_total_flops())
-
-
-@contextmanager
-def _reference_kernels() -> Iterator[None]:
-    before = triton_support.MISSING
-    triton_support.MISSING = "operations are counted"
-    try:
-        yield
-    finally:
-        triton_support.MISSING = before
 
 
 def describe_error(error: BaseException) -> str:

@@ -134,15 +134,9 @@ class StepBenchmark:
             clocks.free_memory()
 
     def _count_flops(self) -> float:
-        step = self._step(self.settings("eager"))
+        step = self.workload.build_step(self.settings("eager"), self.mesh)
         variants = len(self.case.step_variants)
         return sum(clocks.count_flops(partial(step._gradients, batch)) for batch in self.batches[:variants]) / variants
-
-    def _step(self, cfg: Any) -> Step:
-        torch.manual_seed(cfg.train.seed)
-        model = self.workload.build(cfg, self.mesh, self.workload.available_switches(cfg, self.mesh))
-        model.train()
-        return Step(model, self.workload.loss, cfg.step, self.mesh, counts=self.workload.counts)
 
     def _measure(self, variant: str) -> Row:
         cfg, batches, variants, flops = self.settings(variant), self.batches, len(self.case.step_variants), self.flops
@@ -150,7 +144,7 @@ class StepBenchmark:
             torch.cuda.reset_peak_memory_stats()
         graphs_before = clocks.graph_bytes()
         start = time.perf_counter()
-        step, lr = self._step(cfg), 1e-3 * cfg.step.lr
+        step, lr = self.workload.build_step(cfg, self.mesh), 1e-3 * cfg.step.lr
         with self.workload.context(self.workload.available_switches(cfg, self.mesh)):
 
             def run(i: int) -> Any:

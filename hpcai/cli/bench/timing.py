@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcai import cli
 from hpcai.cli import tables
 
 Row = dict[str, Any]
@@ -99,9 +100,7 @@ def _last_json(output: str) -> Row:
 
 
 def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"hpcai bench {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.make_parser(f"bench {name}", text)
     parser.add_argument("--json", action="store_true", help="print only JSON")
     return parser
 

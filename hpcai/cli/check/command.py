@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcai import log
-from hpcai.cli import findings, tables
+from hpcai.cli import findings, make_parser, tables
 from hpcai.cli.findings import pluralize, printable
 from hpcai.cli.progress import show_progress
 from hpcai.errors import HpcaiError
@@ -56,9 +56,7 @@ def _check(args: argparse.Namespace) -> "Outcome":
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hpcai data check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("data check", __doc__)
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="a data set: a folder with train, validation and test, or with *.h5 and *.npy")
     add("--quick", action="store_true", help="check only sizes and headers, no content")

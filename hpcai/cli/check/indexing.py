@@ -27,19 +27,17 @@ def write_indexes(directory: Path, outcome: Outcome, *, progress: Callable[[Prog
     lines = list[str]()
     with Pool(outcome.options.threads, progress) as pool:
         for split in find_splits(Path(directory))[0]:
-            if split.index is None and split.files and _is_repairable(split, outcome):
+            path = split.path / INDEX
+            is_repairable = any(f.repairable and f.path == path for f in outcome.findings)
+            if split.index is None and split.files and is_repairable:
                 lines += _make_index(split, pool)
             elif problem := _table_problem(split, outcome):
-                lines.append(f"{split.path / INDEX}: refused: no table while files differ from the index ({problem})")
+                lines.append(f"{path}: refused: no table while files differ from the index ({problem})")
             elif _write_table(split, pool):
-                lines.append(f"{split.path / INDEX}: has a table of {len(split.files):,} files now")
+                lines.append(f"{path}: has a table of {len(split.files):,} files now")
             else:
-                lines.append(f"{split.path / INDEX}: refused: a table is of HDF5 files alone")
+                lines.append(f"{path}: refused: a table is of HDF5 files alone")
     return lines
-
-
-def _is_repairable(split: Split, outcome: Outcome) -> bool:
-    return any(f.repairable and f.path == split.path / INDEX for f in outcome.findings)
 
 
 def _table_problem(split: Split, outcome: Outcome) -> str:

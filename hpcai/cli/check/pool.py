@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -104,30 +104,20 @@ class Worker:
             child[1].close()
 
 
-class Pool:
+class Pool(AbstractContextManager["Pool"]):
     """Worker processes that end with the ``with`` block. ``progress`` is called several times a second by the calling thread."""
 
     def __init__(self, workers: int, progress: Callable[[Progress], None] | None = None) -> None:
         self._workers = [Worker() for _ in range(workers)]
         self._progress = progress or (lambda state: None)
 
-    def __enter__(self) -> "Pool":
-        return self
-
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
             worker.kill(stop=True)
 
-    def map(
-        self,
-        task: Task,
-        jobs: Sequence[tuple[Any, ...]],
-        label: str,
-        total: int | None = None,
-        on_result: Callable[[int, Any], object] = lambda number, result: None,
-    ) -> list[Any]:
-        """Return the results of ``task(*job)`` in the order of ``jobs``; a failed one is a DataError. ``on_result`` is called with
-        number and result of each finished job, one at a time. Progress counts up to ``total`` bytes, or files."""
+    def map(self, task: Task, jobs: Sequence[tuple[Any, ...]], label: str, total: int | None = None) -> list[Any]:
+        """Return the results of ``task(*job)`` in the order of ``jobs``; a failed one is a DataError. Progress counts up to
+        ``total`` bytes, or files."""
         results: list[Any] = [None] * len(jobs)
         numbers, done, lock = iter(range(len(jobs))), 0, threading.Lock()
 
@@ -142,8 +132,6 @@ class Pool:
                     results[number] = worker.call(task, *jobs[number], advance=advance if total is not None else lambda count: None)
                 except DataError as error:
                     results[number] = error
-                with lock:
-                    on_result(number, results[number])
                 if total is None:
                     advance(1)
 

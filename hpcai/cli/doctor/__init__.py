@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from hpcai.cli import tables
+from hpcai.cli import make_parser, tables
 from hpcai.errors import ConfigError
 from hpcai.kernels import triton_support
 
@@ -99,7 +99,7 @@ def probe(name: str) -> dict[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpcai doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("doctor", __doc__)
     parser.add_argument("--ranks", action="store_true", help="check the job that this process is a rank of")
     job = parser.add_argument_group("with --ranks")
     job.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="the folder of a run (the current one)")

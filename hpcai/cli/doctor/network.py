@@ -6,8 +6,10 @@ rounds, and all links of a round are busy at once. Pairs communicate over the ex
 
 import statistics
 import time
+import timeit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,17 +130,15 @@ def measure_links(channel: Channel, rank: int, nodes: Sequence[str], seconds: fl
 def measure_link(channel: Channel, sends_first: bool, other: int) -> tuple[float, float]:
     """Return the median latency one way in seconds, and the best rate each way in bytes per second, as other programs only reduce
     it."""
-    message, times, exchanges = torch.zeros(8, dtype=torch.uint8, device=channel.device), list[float](), list[float]()
-    for _ in range(_PINGS + 3):
-        start = time.perf_counter()
+    message = torch.zeros(8, dtype=torch.uint8, device=channel.device)
+    out, into = (torch.zeros(_EXCHANGE_BYTES, dtype=torch.uint8, device=channel.device) for _ in range(2))
+
+    def ping() -> None:
         for sends in (sends_first, not sends_first):
             channel.exchange(other, **{"send" if sends else "receive": message})
-        times.append(time.perf_counter() - start)
-    out, into = (torch.zeros(_EXCHANGE_BYTES, dtype=torch.uint8, device=channel.device) for _ in range(2))
-    for _ in range(_EXCHANGES + 1):
-        start = time.perf_counter()
-        channel.exchange(other, out, into)
-        exchanges.append(time.perf_counter() - start)
+
+    times = timeit.repeat(ping, repeat=_PINGS + 3, number=1)
+    exchanges = timeit.repeat(lambda: channel.exchange(other, out, into), repeat=_EXCHANGES + 1, number=1)
     return statistics.median(times[3:]) / 2, _EXCHANGE_BYTES / min(exchanges[1:])
 
 
@@ -149,11 +149,8 @@ def measure_all_reduce(channel: Channel, seconds: float, repeats: int = 5) -> di
     for size in SIZES:
         if spent > seconds / 10:
             break
-        value, times = torch.zeros(size // 4, device=channel.device), []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            channel.all_reduce(value)
-            times.append(time.perf_counter() - start)
+        value = torch.zeros(size // 4, device=channel.device)
+        times = timeit.repeat(partial(channel.all_reduce, value), repeat=repeats + 1, number=1)
         results[size] = channel.all_reduce_max(statistics.median(times[1:]))
         spent += results[size] * repeats
     return results

@@ -16,7 +16,7 @@ import torch
 
 import hpcai
 from hpcai.dist.environment import RankInfo
-from hpcai.dist.host import read_cpu_list
+from hpcai.dist.host import find_numa_node, read_cpu_list
 from hpcai.dist.launch import mpi_communicator, select_device
 from hpcai.errors import LaunchError
 
@@ -96,12 +96,7 @@ def find_gpu(rank_info: RankInfo, root: Path) -> tuple[Gpu | None, str]:
         properties = torch.cuda.get_device_properties(where)
     except (LaunchError, RuntimeError) as error:  # from a driver that fails to initialize the GPU
         return None, str(error).splitlines()[0]
-    domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
-    pci = f"{domain:04x}:{bus:02x}:{slot:02x}.0" if slot >= 0 else ""
-    node = -1
-    with suppress(OSError, ValueError):
-        node = int((root / "sys/bus/pci/devices" / (pci or "none") / "numa_node").read_text())
-    gib = properties.total_memory / 2**30
+    (pci, node), gib = find_numa_node(where, root), properties.total_memory / 2**30
     return Gpu(where.index or 0, properties.name, str(getattr(properties, "uuid", "")), pci, gib, node if node >= 0 else None), ""
 
 

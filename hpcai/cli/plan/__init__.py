@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hpcai.cli import tables
+from hpcai.cli import make_parser, tables
 from hpcai.cli.plan.planner import Job, Planner
 from hpcai.plan import machines
 from hpcai.plan.machines import MACHINES, Machine
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="hpcai plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("plan", __doc__)
     parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file plan.py")
     parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
     parser.add_argument("--machine", default="h100", help=f"one of {', '.join(MACHINES)}")

@@ -291,15 +291,12 @@ class Planner:
             return Planner(self.name, kernels=self.kernels).slowdown
         replicas = first.gpus // (first.ways * self.fixed_processes(first.overrides))
         machine = machines.find_machine(first.machine)
-        return self._find_slowdown(first.value, first.ways, replicas, first.batch // replicas, machine, first.overrides)
+        return self.slowdown_of_step(first.value, machine, first.ways, replicas, first.batch // replicas, first.overrides)
 
-    def slowdown_of_step(self, seconds: float, machine: Machine) -> float:
-        """Return the slowdown in a step of one sample on one GPU that took ``seconds``."""
-        return self._find_slowdown(seconds, 1, 1, 1, machine)
-
-    def _find_slowdown(
-        self, seconds: float, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides = (),
+    def slowdown_of_step(
+        self, seconds: float, machine: Machine, ways: int = 1, replicas: int = 1, per_replica: int = 1, overrides: Overrides = (),
     ) -> float:  # fmt: skip
+        """Return the slowdown in a step that took ``seconds``; the default is one of one sample on one GPU."""
         low, high = 1.0, 64.0
         while high / low > 1.001:
             middle = math.sqrt(low * high)

@@ -83,10 +83,8 @@ class RunRecord:
         families: dict[str, list[str]] = {}
         for name in names:
             parents = [parent for parent in names if name.startswith(f"{metric_stem(parent)}_")]
-            if parents:
-                families.setdefault(min(parents, key=len), []).append(name)
-            else:
-                families.setdefault(name, [])
+            family = families.setdefault(min(parents, key=len, default=name), [])
+            family += [name] if parents else []
         return families
 
     @property
