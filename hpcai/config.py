@@ -83,13 +83,6 @@ def load(schema: type[T], path: str | Path | None = None, overrides: Sequence[st
     return cast(T, user_input.validate())
 
 
-def format_first_error(error: pydantic.ValidationError) -> str:
-    """Return the first error in one line, for settings that belong to no run, such as those stored with weights."""
-    first = error.errors(include_url=False)[0]
-    cause = (first.get("ctx") or {}).get("error")  # of a validator, without the prefix that pydantic adds
-    return (f"{format_key(first['loc'])}: " if first["loc"] else "") + str(cause or first["msg"])
-
-
 def dump(settings: pydantic.BaseModel | Mapping[str, Any]) -> str:
     """Return YAML of every key, including defaults, from which ``load`` restores an equal object."""
     tree = to_jsonable_python(settings, inf_nan_mode="constants")

@@ -224,6 +224,13 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def format_first_error(error: pydantic.ValidationError) -> str:
+    """Return the first error in one line, for settings that belong to no run, such as those stored with weights."""
+    first = error.errors(include_url=False)[0]
+    cause = (first.get("ctx") or {}).get("error")  # of a validator, without the prefix that pydantic adds
+    return (f"{format_key(first['loc'])}: " if first["loc"] else "") + str(cause or first["msg"])
+
+
 def format_key(key: Key) -> str:
     """Return a key such as ``chain[1].path``."""
     return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in key).lstrip(".") or "the settings"

@@ -19,7 +19,7 @@ from hpcai.json_file import MAX_BYTES, read_object
 from hpcai.models.diffusion import UNetConfig, read_folder
 from hpcai.models.diffusion import save_folder as save_network
 from hpcai.models.diffusion.unet import UNet
-from hpcai.models.llm import LLM, LLMConfig, Tokenizer, save_folder
+from hpcai.models.llm import LLM, LLMConfig, Tokenizer, chats, save_folder
 from hpcai.models.llm.lora import read_adapter_config
 from hpcai.models.llm.text import stop_tokens
 from hpcai.nn.safetensors_files import open_tensors
@@ -126,6 +126,23 @@ def test_links_of_a_download_cache_are_followed(llama: Path, tmp_path: Path) -> 
     (llama / "model.safetensors").rename(tmp_path / "blobs/0123")
     (llama / "model.safetensors").symlink_to("../blobs/0123")
     assert torch.equal(LLM.load(llama).lm_head.weight, LLM.load(llama).lm_head.weight)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99) %}{% endfor %}{% endfor %}{% endfor %}x"
+GROWS = "{% set ns = namespace(s='y') %}{% for a in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [(LOOPS, "is silent for 1 s"), (GROWS, "MemoryError"), ("{{ 'x'.ljust(10 ** 12) }}", "MemoryError"),
+     ("{% for a in range(40) %}{{ 'xxxxxxxx' * 200000 }}{% endfor %}", "renders 64,000,000 characters")],
+)  # fmt: skip
+def test_a_chat_template_is_bounded_in_time_and_memory(monkeypatch: pytest.MonkeyPatch, template: str, reason: str) -> None:
+    pytest.importorskip("jinja2")
+    monkeypatch.setattr(chats._renderer, "seconds", 1 if template == LOOPS else 60)
+    messages = [{"role": "user", "content": "a"}]
+    refusal(lambda template: chats.render(template, "t.json", messages, ()), template, "t.json: chat template", reason)
+    assert chats.render("{{ messages[0].content }}!", "t.json", messages, ()).text == "a!", "the next one is rendered"
 
 
 # ---- images

@@ -2,20 +2,25 @@
 
 A template is Jinja with ``trim_blocks`` and ``lstrip_blocks``, the function ``raise_exception(text)``, and the block tag
 ``generation`` around the messages of the assistant. It runs in a sandbox without access to time and files, so that the text is a
-function of the messages.
+function of the messages. It runs in a child process, with at most 2 GiB of memory and 10 s for a conversation.
 """
 
+import atexit
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from hpcai.errors import DataError, HpcaiError
+from hpcai.child_process import Worker
+from hpcai.errors import DataError
 from hpcai.lazy import import_optional
 
 EXPECTED = "a list such as [{'role': 'user', 'content': 'text'}]"
+_MAX_CHARACTERS = 1 << 25
+_renderer = Worker("a chat template", "expected one that renders a conversation", 10, 2 << 30)
+atexit.register(_renderer.kill)
 _MARKS = [chr(0xFDD0 + n) for n in range(32)]  # noncharacters of Unicode, which text should not contain
 
 
@@ -46,14 +51,23 @@ def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], spe
     literal, begin, end = free[:3]
     tokens = sorted(special, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+    import_optional("jinja2.sandbox", "chat templates need", "llm")
     try:
-        marked = _mark_special(messages, pattern, literal)
-        text = _compile(template).render(messages=marked, raise_exception=_raise, generation_marks=(begin, end), **variables)
-    except HpcaiError:
-        raise
-    except Exception as problem:  # a template can raise any exception
-        raise DataError(f"{where}: chat template: {problem or type(problem).__name__}") from problem
+        text = _renderer.call(_render, template, _mark_special(messages, pattern, literal), (begin, end), variables)
+    except DataError as problem:
+        raise DataError(f"{where}: chat template: {problem}") from problem
     return _strip_marks(text, literal, begin, end)
+
+
+def _render(template: str, messages: Any, marks: tuple[str, str], variables: Mapping[str, Any]) -> Iterator[str]:
+    """Render a template in a child process. Raises DataError."""
+    try:
+        text = str(_compile(template).render(messages=messages, raise_exception=_raise, generation_marks=marks, **variables))
+    except Exception as problem:  # a template can raise any exception
+        raise DataError(str(problem) or type(problem).__name__) from problem
+    if len(text) > _MAX_CHARACTERS:
+        raise DataError(f"renders {len(text):,} characters; expected at most {_MAX_CHARACTERS:,}")
+    yield text
 
 
 def _raise(text: str) -> None:

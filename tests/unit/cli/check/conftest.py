@@ -14,6 +14,9 @@ from tests.unit.cli.check.datasets import arrays, index, write
 class InlineWorker:
     """A worker in the process of the test."""
 
+    def __init__(self, *args: Any) -> None:
+        pass
+
     def call(self, task: pool.Task, *args: Any, advance: Callable[[int], None]) -> Any:
         result = None
         try:

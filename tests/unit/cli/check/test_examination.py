@@ -307,8 +307,7 @@ def test_a_hung_or_dead_child_is_a_finding_and_the_next_file_is_read(
     os.mkfifo(tmp_path / "pipe.h5")
     (root / "h5py.py").write_text("raise SystemExit(3)")  # must not be imported
     monkeypatch.chdir(root)
-    worker, valid = pool.Worker(), root / "train" / "u0.h5"
-    monkeypatch.setattr(pool, "TIMEOUT", 30)
+    worker, valid = pool.Worker("the HDF5 library", "the file is damaged, or its disk hangs", 30, 8 << 30), root / "train" / "u0.h5"
 
     def count_fields() -> int:
         return len(worker.call(inspection.read_headers, valid, 4).fields)
@@ -321,7 +320,7 @@ def test_a_hung_or_dead_child_is_a_finding_and_the_next_file_is_read(
     worker._child[0].kill()  # between two requests: no file is to blame
     worker._child[0].wait()
     assert count_fields() == 2
-    monkeypatch.setattr(pool, "TIMEOUT", 0.5)
+    worker.seconds = 0.5
     start = time.monotonic()
     with pytest.raises(DataError, match=r"the HDF5 library is silent for 0.5 s; the file is damaged, or its disk hangs"):
         worker.call(inspection.read_headers, tmp_path / "pipe.h5", 4)
