@@ -109,6 +109,7 @@ def has_begun(run: Path) -> bool:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
 def test_a_signal_saves_and_requests_a_requeue(data: Path, tmp_path: Path, name: str) -> None:
     run, output = tmp_path / "run", tmp_path / "run.out"
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a run whose parent ignores it, as under nohup, ignores it too
     with fork_processes(APP.command(data, run, *ENDLESS), output) as forks:
         wait_for(lambda: has_begun(run), forks.processes[0].is_alive, output)
         os.kill(forks.processes[0].pid or 0, signal.Signals[name])

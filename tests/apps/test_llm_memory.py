@@ -81,8 +81,8 @@ class StorageTracer(StepTracer):
         self.storages[memory._cdata] = weakref.ref(memory)
         live = [storage for reference in self.storages.values() if (storage := reference()) is not None]
         self.storages = {storage._cdata: weakref.ref(storage) for storage in live}
-        self._bytes = sum(storage.nbytes() for storage in live)
-        self._trace.peak = max(self._trace.peak, self._bytes)
+        self.bytes = sum(storage.nbytes() for storage in live)
+        self._trace.peak = max(self._trace.peak, self.bytes)
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def record_memory(cfg: Config, world: int) -> tuple[float, float, float]:
         with tracer.fake_tensors():
             step = Step(tracer.materialize(model), loss, cfg.step, mesh, pipeline=schedule)
             gc.collect()
-            between = tracer._bytes
+            between = tracer.bytes
             tokens = torch.empty(cfg.data.batch // mesh["replicate"].size, TOKENS + 1, dtype=torch.int64)
             with tracer.record() as record:
                 step._gradients(Batch(tokens, tokens.clone() if cfg.data.documents == "apart" else None))

@@ -48,7 +48,7 @@ def test_files_have_the_format_that_the_loader_expects(dataset):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_command(tmp_path, number):
     """However it ended, no worker writes on."""
-    options = ["simulate", str(tmp_path / "out"), "--universes", "400", "--workers", "2"]
+    options = ["simulate", str(tmp_path / "out"), "--size", "8", "--cut", "2", "--universes", "4000", "--workers", "2"]
     command = [sys.executable, "-m", "data_prep.cosmoflow", *options]
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(store.__file__).parents[1])

@@ -151,13 +151,8 @@ def test_ranks_meet_in_one_world_and_end_with_one_code(launch: Launch, ranks: in
     assert [line["along"]["replicate"] for line in lines] == [[r // 2, ranks // 2, float(sum(columns[r]))] for r in world_ranks]
     assert [line["along"]["axial"] for line in lines] == [[r % 2, 2, float(r // 2 * 4 + 1)] for r in world_ranks]
     assert all(line["threads"] == [] and line["group"] is False for line in lines), "threads or groups outlived the job"
-
-
-def test_ranks_of_one_node_listen_on_the_loopback_interface_alone() -> None:
-    """The store, the hub and gloo, also where the name of the host is that of another interface."""
-    lines = [line for result in run_forked(2, "meet.py") for line in result.json_lines()]
-    assert [line["interface"] for line in lines] == ["lo", "lo"]
-    assert {address for line in lines for address in line["listens"]} == {"0100007F"}, lines
+    assert [line["interface"] for line in lines] == ["lo"] * ranks, "also if the name of the host is that of another interface"
+    assert mpi or {address for line in lines for address in line["listens"]} == {"0100007F"}, "store, hub and gloo"
 
 
 def test_one_rank_needs_no_mpi() -> None:

@@ -60,7 +60,7 @@ def test_a_target_outside_the_vocabulary_gives_nan() -> None:
 def peak_bytes(run: Callable[[], object]) -> int:
     """Return the peak of the bytes of all tensors."""
     with traced_job(1, kernels=False) as tracer, tracer.fake_tensors():
-        before = tracer._bytes
+        before = tracer.bytes
         with tracer.record() as record:
             run()
         return record.peak - before
@@ -86,7 +86,7 @@ def test_a_frozen_weight_has_no_gradient_and_no_memory_for_one() -> None:
     with traced_job(1) as tracer, tracer.fake_tensors():
         wide, rows = LMHead(64, 4096).requires_grad_(False), torch.empty(8, 64, requires_grad=True)
         with tracer.record() as record:
-            before = tracer._bytes
+            before = tracer.bytes
             wide(rows, torch.zeros(8, dtype=torch.int64)).sum().backward()
     assert record.peak - before < wide.weight.nbytes // 2
     assert torch.equal(torch.autograd.grad(head(hidden, targets), hidden, grad_output)[0], expected)

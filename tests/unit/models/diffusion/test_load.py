@@ -92,7 +92,7 @@ def test_damaged_indices_raise(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"index.json: conv_in.bias is not in {other}, as the index says"):
         read_folder(folder)
     index.write_text("[]")
-    with pytest.raises(CheckpointError, match="expected a weight_map"):
+    with pytest.raises(CheckpointError, match="expected an index of safetensors files with a weight_map"):
         read_folder(folder)
 
 
