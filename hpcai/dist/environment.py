@@ -3,8 +3,10 @@
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from hpcai.errors import LaunchError
 
@@ -90,6 +92,8 @@ _LAUNCHERS = (
     _Launcher("PMIx", "PMIX_RANK", required="PMIX_NAMESPACE"),
 )
 SINGLE_PROCESS = RankInfo("alone", 0, 1, 0, 1)
+INTERACTIVE_SHELL = RankInfo("a shell of srun --pty", 0, 1, 0, 1)
+_SHELLS = {"bash", "sh", "dash", "zsh", "ksh", "csh", "tcsh", "fish"}
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch shell (…fb) and salloc's interactive shell (…fa) have step ids above this
 
 
@@ -102,6 +106,8 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     if not matching:
         return SINGLE_PROCESS
     launcher = matching[0]
+    if launcher.needs_step and _in_interactive_shell(environ):
+        return INTERACTIVE_SHELL
     rank = _read_int(environ, launcher.rank, launcher.name)
     world = _read_int(environ, launcher.world, launcher.name)
     local_rank = _read_int(environ, launcher.local_rank, launcher.name)
@@ -147,6 +153,16 @@ def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     in_step = step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
     return all(environ.get(name) for name in (launcher.rank, *launcher.required.split())) and (in_step or not launcher.needs_step)
+
+
+def _in_interactive_shell(environ: Mapping[str, str]) -> bool:
+    """Return whether a user has started this process in a shell of ``srun --pty``, whose variables are those of all its tasks."""
+    command = [""]
+    if environ.get("SLURM_PTY_PORT"):
+        with suppress(OSError):
+            command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").split("\0")[:-1]
+    is_script = any(not arg.startswith("-") or arg == "-c" for arg in command[1:])
+    return Path(command[0]).name.lstrip("-") in _SHELLS and not is_script
 
 
 def _read_int(environ: Mapping[str, str], names: str, launcher: str) -> int | None:

@@ -22,15 +22,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
 from hpcai import startup
-from hpcai.dist.environment import SINGLE_PROCESS, RankInfo, read_rank_info
+from hpcai.dist.environment import INTERACTIVE_SHELL, SINGLE_PROCESS, RankInfo, read_rank_info
 from hpcai.dist.host import bind_to_numa_node, retain_freed_memory
 from hpcai.dist.mesh import Mesh
+from hpcai.dist.waiting import call_in_thread
 from hpcai.dist.watchdog import Watchdog, exit_now, report_failure
 from hpcai.errors import LaunchError
 
@@ -84,11 +86,15 @@ def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
     sizes: Mapping[str, int] = axes.model_dump() if hasattr(axes, "model_dump") else dict(axes)
     info = read_rank_info()
     _check_mpi_world(info)
+    if info is INTERACTIVE_SHELL:
+        logger.info("this is one process, in %s; to start one for each task, put srun before the command", info.launcher)
     if torch_dist.is_initialized():
         raise LaunchError("torch.distributed is initialized already; start() creates the process group itself")
     info, watchdog = (info, None) if info.world == 1 else _rendezvous(info, device)
     assert info.world is not None
     with watchdog or nullcontext():
+        if watchdog is not None:
+            watchdog.wait_for_ranks(_read_timeout().total_seconds())
         local_device = device if device is not None else _set_device(info)
         _tune_host(local_device, info)
         if device is None and info.rank == 0 and (missing := explain_missing_gpu(local_device)):
@@ -135,7 +141,9 @@ def _rendezvous(info: RankInfo, device: torch.device | None) -> tuple[RankInfo, 
             info, comm = _init_mpi(info)
         if info.world == 1:
             return info, None
-        address, store, token = _open_store(info, comm)
+        connect = partial(_open_store, info, comm)
+        in_thread = info.rank > 0 and comm is None  # under MPI rank 0 has started
+        address, store, token = call_in_thread(connect, lambda: f"rank 0 at {info.address}") if in_thread else connect()
         assert info.world is not None
         abort = os._exit if comm is None else comm.Abort
         return info, Watchdog(info.rank, info.world, address, store, abort, token)

@@ -29,7 +29,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as torch_dist
 
+from hpcai.dist.host import format_ranges
 from hpcai.dist.step_boundary import StepBoundary
+from hpcai.dist.waiting import wait_until
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 
 # Delays and timeouts in seconds
@@ -65,7 +67,7 @@ class Watchdog:
     ) -> None:  # fmt: skip
         self._rank, self._name = rank, f"rank {rank} on {socket.gethostname()}"
         self.store, self._abort = store, abort
-        self._lock, self._answered = threading.Lock(), threading.Event()
+        self._lock, self._answered, self._joined = threading.Lock(), threading.Event(), threading.Event()
         self._failing = self._stopping = self._leaving = False
         self._stop: dict[str, Any] = {}
         self._boundaries: dict[int, StepBoundary] = {}
@@ -99,6 +101,13 @@ class Watchdog:
                 self._fail(release_error)
         else:
             self._fail(error)
+
+    def wait_for_ranks(self, timeout: float) -> None:
+        """Wait until all ranks are connected to the hub; rank 0 reports the missing ones. Raises LaunchError after ``timeout``
+        seconds."""
+        if not wait_until(self._joined.wait, self.hub.describe_missing if self.hub is not None else None, timeout):
+            missing = self.hub.describe_missing() if self.hub is not None else "ranks, which rank 0 names"
+            raise LaunchError(f"waited {timeout:.0f} s for {missing}; start all ranks, or raise HPCAI_TIMEOUT")
 
     def _leave(self, code: Any) -> None:
         _destroy_process_groups()
@@ -155,7 +164,9 @@ class Watchdog:
 
     def _listen(self) -> None:
         for message in _read_messages(self._connection):
-            if "query" in message:
+            if "joined" in message:
+                self._joined.set()
+            elif "query" in message:
                 self._send(status=_status[-1]())
             elif "hold" in message:
                 number = message["hold"]
@@ -280,7 +291,14 @@ class _Hub:
         member = self._members[rank] = _Member(rank, name, partial(_send, writer.write))
         for number in self._stop_requests:
             member.send(hold=number)
+        for other in self._members.values() if len(self._members) == self._world else ():
+            other.send(joined=True)
         return member
+
+    def describe_missing(self) -> str:
+        """Return the number and the ranks that have not connected yet."""
+        missing = set(range(self._world)).difference(list(self._members))
+        return f"{len(missing)} of {self._world} ranks: {format_ranges(missing)}"
 
     def _process(self, member: _Member, message: dict[str, Any]) -> None:
         if "failed" in message:
@@ -296,6 +314,9 @@ class _Hub:
             self._stop_requests[message["boundary"]].steps[member.rank] = message["steps"]
         elif "left" in message:
             member.exit_code = message["left"]
+            if member.exit_code and len(self._members) < self._world:  # by a signal: the job cannot start any more
+                text = f"it ended while waiting for {self.describe_missing()}"
+                self._record_failure(_Failure(member, text, f"{member.name}: {text}", member.exit_code, dead=True))
         self._announce_stop()
         if sum(member.exit_code is not None for member in self._members.values()) == self._world:
             self._done.set()
@@ -321,7 +342,7 @@ class _Hub:
 
     def _record_failure(self, failure: _Failure) -> None:
         self._failures.append(failure)
-        final = failure.dead or len(self._failures) == self._world
+        final = failure.dead or len(self._failures) == self._world or len(self._members) < self._world
         self.loop.call_later(0 if final else _REFUSAL_DELAY if self._failures[0].refused else _CAUSE_DELAY, self._stop_all)
 
     def _stop_all(self) -> None:

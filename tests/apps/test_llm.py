@@ -148,9 +148,7 @@ def test_weights_of_projections_decay_and_those_of_adapters_if_they_are_trained(
     assert len(match_decay_names(llm.adapt(model, llm.LoRAConfig(rank=2)), cfg)) == 2 * len(llm.LoRAConfig().targets)
 
 
-def test_weights_of_other_sizes_and_tokenizers_are_refused(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_of_other_sizes_and_tokenizers_are_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = APP.cached_run(data)
     APP.check_refused(data, tmp_path / "run", [f"start.weights={start}", "model.layers=3"], "model.layers is 3, in", capsys)
     other = tmp_path / "other"

@@ -30,9 +30,7 @@ def kill_job_on_node(number: str, node: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_time_limit_ends_in_a_checkpoint_and_the_same_curve(
-    slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
-) -> None:
+def test_a_time_limit_ends_in_a_checkpoint_and_the_same_curve(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:
     """Slurm signals the run 30 s before its limit of a minute, and the script requeues it; scancel leaves a checkpoint too."""
     run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
     (number,) = submit(run, "--nodes", "2", "--time", "1", "--stop-before", "30")
@@ -56,9 +54,7 @@ def test_a_time_limit_ends_in_a_checkpoint_and_the_same_curve(
 
 
 @pytest.mark.claim
-def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(
-    slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
-) -> None:
+def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:
     """Meanwhile a second job in the same directory is refused, and changes nothing there."""
     run = tmp_path / "run"
     (number,) = submit(run, "--nodes", "2", "checkpoint.every_steps=5")

@@ -104,9 +104,7 @@ def test_python_in_a_batch_shell_is_alone(slurm: OneMachineSlurm) -> None:
     assert [line["world"] for line in parse_records(result) if line["launcher"] == "alone"] == [1]
 
 
-def test_the_command_of_an_installed_package_starts_an_app_on_all_ranks(
-    slurm: OneMachineSlurm, data: Path, tmp_path: Path
-) -> None:
+def test_the_command_of_an_installed_package_starts_an_app_on_all_ranks(slurm: OneMachineSlurm, data: Path, tmp_path: Path) -> None:
     """``srun hpcai run APP`` outside a checkout."""
     run = tmp_path / "run"
     args = ["cosmoflow", "small", *ENDLESS, "train.steps=3", f"data.directory={data}", f"report.directory={run}"]

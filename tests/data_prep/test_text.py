@@ -164,9 +164,7 @@ def convert_as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, *args: object) -
     return convert(*args)
 
 
-def test_a_killed_run_resumes(
-    dataset: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_resumes(dataset: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_shards(monkeypatch)
     out, args, work = tmp_path / "out", ["--tokenizer", "bytes", *SMALL], tmp_path / "out" / ".work"
     with fork_processes(lambda: convert(source, out, *args), tmp_path / "stdout") as forks:

@@ -190,10 +190,7 @@ def has_traceback_of(text: str, rank: int) -> bool:
     return re.search(start, text, re.MULTILINE) is not None
 
 
-@pytest.mark.parametrize(
-    ("launch", "rank", "meanwhile"),
-    [(mpich, 0, "sleep"), (torchrun, 1, "collective")],
-)
+@pytest.mark.parametrize(("launch", "rank", "meanwhile"), [(mpich, 0, "sleep"), (torchrun, 1, "collective")])
 def test_exception_on_one_rank_ends_all(launch: Launch, rank: int, meanwhile: str) -> None:
     result = run(launch(2), "fail.py", "raise", str(rank), meanwhile)
     assert result.exit_code != 0

@@ -241,9 +241,7 @@ def error_text(mesh: Mesh, case: Case, function: Any) -> str:
 
 
 @pytest.mark.parametrize(("axes", "case", "function", "text"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_unsupported_settings_are_refused_on_all_stages(
-    axes: dict[str, int], case: Case, function: Any, text: str
-) -> None:
+def test_unsupported_settings_are_refused_on_all_stages(axes: dict[str, int], case: Case, function: Any, text: str) -> None:
     assert all(text in message for message in on_ranks(axes, error_text, case, function))
 
 

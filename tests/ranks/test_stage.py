@@ -132,10 +132,7 @@ def stage_error(source: Path, target: Path, ranks: int, per_node: int, **options
 # ---- each byte once
 
 
-@pytest.mark.parametrize(
-    "ranks, per_node, shards",
-    [(2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 1, 2), (4, 1, 4), (4, 2, 2)],
-)
+@pytest.mark.parametrize("ranks, per_node, shards", [(2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 1, 2), (4, 1, 4), (4, 2, 2)])
 def test_each_byte_is_read_once_and_arrives(source: Path, tmp_path: Path, ranks: int, per_node: int, shards: int) -> None:
     target, verify = tmp_path / "target", shards != 2
     results = stage_all(source, target, ranks, per_node, shards=shards, verify=verify)

@@ -103,9 +103,7 @@ def resume_and_train(mesh: Mesh, new_step: NewStep, batches: Batches, folder: Pa
     return checkpointed_state(step), train(step, batches(mesh, case, STEPS, 1), STEPS).state
 
 
-def check_reshard(
-    layouts: Sequence[tuple[dict[str, int], Case]], folder: Path, new_step: NewStep, batches: Batches
-) -> None:
+def check_reshard(layouts: Sequence[tuple[dict[str, int], Case]], folder: Path, new_step: NewStep, batches: Batches) -> None:
     """Assert that checkpoints of all layouts have the same entries, and that each layout resumes that of the one before bitwise."""
     folders = [folder / str(number) for number in range(len(layouts))]
     before = [

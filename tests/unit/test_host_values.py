@@ -20,19 +20,16 @@ ALLOWED = {
     "models/cosmoflow/load.py: from_keras": "reads a file of weights",
     "models/cosmoflow/model.py: _to_tensor": "inference on NumPy arrays",
     "models/cosmoflow/model.py: to_physical": "results of inference",
-    "models/deepcam/model.py: segment": "inference on NumPy arrays",
-    "models/dimenet/formats.py: _tensors": "reads files",
-    "models/dimenet/graph.py: collate": "collates on the host",
-    "models/diffusion/model.py: _per_channel": "results of inference",
+    "models/deepcam/model.py: segment": "inference on NumPy arrays", "models/dimenet/formats.py: _tensors": "reads files",
+    "models/dimenet/graph.py: collate": "collates on the host", "models/diffusion/model.py: _per_channel": "results of inference",
     "models/llm/generation.py: sample_tokens": "copies each token to the host",
     "models/openfold/folding.py: prepare_features": "inference on NumPy arrays",
     "models/openfold/device_cache.py: to_device": "caches its tensor",
-    "models/unet3d/model.py: segment": "inference on NumPy arrays",
-    "models/unet3d/objective.py: slices": "plots, on the host",
+    "models/unet3d/model.py: segment": "inference on NumPy arrays", "models/unet3d/objective.py: slices": "plots, on the host",
     "models/unet3d/volume.py: resample": "inference on NumPy arrays",
     "nn/init_trace.py: _row_starts": "offsets of a new weight, at initialization",
     "nn/weights.py: load_state": "reads a file of weights",
-}
+}  # fmt: skip
 """Functions that run once, or outside of a step."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

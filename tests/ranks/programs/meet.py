@@ -33,15 +33,9 @@ with dist.start(sizes) as mesh:
     result = {
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
         "listens": [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes],
-        "launcher": info.launcher,
-        "rank": mesh.rank,
-        "world": mesh.world,
-        "local_rank": info.local_rank,
-        "local_world": info.local_world,
-        "total": total.item(),
-        "along": along,
-        "mpi": "mpi4py.MPI" in sys.modules,
-    }
+        "launcher": info.launcher, "rank": mesh.rank, "world": mesh.world, "local_rank": info.local_rank,
+        "local_world": info.local_world, "total": total.item(), "along": along, "mpi": "mpi4py.MPI" in sys.modules,
+    }  # fmt: skip
 threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 os.write(1, (json.dumps(result | {"threads": threads, "group": torch_dist.is_initialized()}) + "\n").encode())
 with dist.start(sizes) as mesh:  # a second start in the same processes, with new groups

@@ -96,13 +96,10 @@ def test_true_masks_are_outlined_and_predicted_masks_filled_in_the_colour_of_the
 def test_maps_of_unusual_contents_are_drawn(tmp_path: Path) -> None:
     """Pressure absent, not finite or constant; other variables and units; gaps; one class everywhere; many classes; wide maps."""
     for change in (
-        {"variables": np.array(["$a", "b", "c"])},
-        {"units": np.array(["", "", "furlong"])},
+        {"variables": np.array(["$a", "b", "c"])}, {"units": np.array(["", "", "furlong"])},
         {"fields": np.where(np.arange(3) == 2, np.nan, make_arrays()["fields"])},
-        {"fields": np.where(np.arange(SIZE[1])[:, None] < 9, np.nan, make_arrays()["fields"])},
-        {"fields": np.ones((3, *SIZE, 3))},
-        {"true": np.full((3, *SIZE), 2, np.int64)},
-        {"predicted": np.full((3, *SIZE), 1, np.int16)},
+        {"fields": np.where(np.arange(SIZE[1])[:, None] < 9, np.nan, make_arrays()["fields"])}, {"fields": np.ones((3, *SIZE, 3))},
+        {"true": np.full((3, *SIZE), 2, np.int64)}, {"predicted": np.full((3, *SIZE), 1, np.int16)},
         {"classes": np.array([f"class number {k}" for k in range(12)])},
         {name: make_arrays(1)[name][:, :2, :9] for name in ("fields", "true", "predicted")},
         {name: np.repeat(make_arrays(1)[name], 12, axis=2) for name in ("fields", "true", "predicted")},

@@ -182,9 +182,7 @@ def test_backend_flags_are_restored() -> None:
     assert (torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32) == before
 
 
-def test_rows_of_a_killed_case_are_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_a_killed_case_are_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stdout = json.dumps({"bench": "gpu", "part": "apps", "torch": "2", "rows": [{"case": "a", "variant": "eager", "ms": 1.0}]})
 
     def run(command: list[str], timeout: float, **kwargs: Any) -> Any:

@@ -79,9 +79,7 @@ def test_the_script_of_every_site_is_read_by_bash_and_shellcheck(
     assert not shellcheck.shellcheck_warnings(text, "--exclude=SC2054")
 
 
-def test_options_override_the_site_and_the_template(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_override_the_site_and_the_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--site", "juwels-booster", "--nodes", "3", *FULL, "--per-node", "2", "--option=--gres=gpu:2", "--stop-before", "600"]
     text = write_script(capsys, *small_args(tmp_path / "run"), *args)
     head = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
@@ -97,9 +95,7 @@ def test_options_override_the_site_and_the_template(
     }
 
 
-def test_a_power_cap_is_passed_to_run_and_scheduler(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_power_cap_is_passed_to_run_and_scheduler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = [*small_args(tmp_path / "run"), "--nodes", "1", *FULL]
     for cap in (["--power-cap", "300"], ["train.power_cap=300"]):
         assert cli.main(["job", *args, "--site", "perlmutter", *cap]) == 0
@@ -155,9 +151,7 @@ def test_the_script_copies_trains_draws_and_is_requeued(
     assert run_script(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
 
 
-def test_an_environment_is_broadcast_and_unpacked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_environment_is_broadcast_and_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = [*small_args(tmp_path / "run"), "--site", "generic", "--nodes", "3", "--stage", "/disk/data", "data.directory=far"]
     text, job = write_script(capsys, *args, "--environment", "my env.tar"), {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7"}
     make, send, unpack, stage, train, draw, remove = run_script(text, tmp_path, **job)
@@ -198,17 +192,8 @@ def test_the_template_can_be_edited_by_hand(tmp_path: Path) -> None:
     env = {"HPCAI_SITE": str(tmp_path / "mine.sh"), "HPCAI_SRUN": "--mpi=pmi2 -l", "SLURM_CPUS_PER_TASK": "7"}
     (train,) = run_script(text, tmp_path, "apps.cosmoflow", "a file.yaml", **env)
     args = [
-        "--gpu-bind=closest",
-        "--mpi=pmi2",
-        "-l",
-        "apptainer",
-        "exec",
-        "image.sif",
-        "python",
-        "-m",
-        "apps.cosmoflow",
-        "a file.yaml",
-    ]
+        "--gpu-bind=closest", "--mpi=pmi2", "-l", "apptainer", "exec", "image.sif", "python", "-m", "apps.cosmoflow", "a file.yaml",
+    ]  # fmt: skip
     assert train == ["srun", "--kill-on-bad-exit=0", *args]
     assert run_script(text, tmp_path, "apps.cosmoflow")[0] == ["srun", "--kill-on-bad-exit=0", "python", "-m", "apps.cosmoflow"]
 

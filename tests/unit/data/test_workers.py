@@ -70,19 +70,15 @@ def sample_trees() -> list[Any]:
     table["id"], table["at"], table["name"] = np.arange(BIG), rng.normal(size=(BIG, 3)), b"ab"
     read_only = np.frombuffer(rng.bytes(BIG * 8), "f8")
     return [
-        None,
-        {},
-        {"x": cube, "n": 3, "text": "é", "none": None, "bytes": b"12", "number": np.float32(3.5)},
-        [cube, (cube[::2], [cube.T, cube[:, ::-1, 3:9]])],
-        Pair(np.zeros((0, 3)), Pair(np.array(3.5), np.array(True))),
+        None, {}, {"x": cube, "n": 3, "text": "é", "none": None, "bytes": b"12", "number": np.float32(3.5)},
+        [cube, (cube[::2], [cube.T, cube[:, ::-1, 3:9]])], Pair(np.zeros((0, 3)), Pair(np.array(3.5), np.array(True))),
         Box({"flags": cube > 0, "big-endian": np.arange(BIG, dtype=">u2"), "small": np.arange(3, dtype=">i8")}),
         {"table": table, "column": table["at"], "times": np.arange(BIG).astype("M8[s]"), "strings": np.full(BIG, "ab")},
         {"read-only": read_only, "wide": np.broadcast_to(np.arange(9.0), (900, 9)), "complex": cube + 1j},
         {"objects": np.array([1, "two", None] * BIG, object), "void": np.zeros(BIG, "V3"), "no size": np.zeros((2, 3), "V0")},
-        {"odd sizes": [np.arange(4096 + n, dtype="u1") for n in range(5)], "long": list(range(100_000))},
-        np.asfortranarray(cube),
+        {"odd sizes": [np.arange(4096 + n, dtype="u1") for n in range(5)], "long": list(range(100_000))}, np.asfortranarray(cube),
         *map(arrays_of_all_layouts, ["f4", ">f8", "u1", "?", "i8", "c16", "M8[s]", "S3", "<U2", "f2"]),
-    ]
+    ]  # fmt: skip
 
 
 class Trees:
@@ -95,16 +91,10 @@ def sample_tensors() -> dict[str, Any]:
 
     x = torch.arange(6000, dtype=torch.float64).reshape(60, 100)
     return {
-        "plain": x,
-        "transposed": x.T[::2],
-        "bf16": x.to(torch.bfloat16),
-        "bool": x > 3,
-        "conjugate": torch.complex(x, x).conj(),
-        "zero-dim": torch.tensor(3),
-        "empty": torch.zeros(0, 5, dtype=torch.int16),
-        "gradient": x.clone().requires_grad_(),
+        "plain": x, "transposed": x.T[::2], "bf16": x.to(torch.bfloat16), "bool": x > 3, "conjugate": torch.complex(x, x).conj(),
+        "zero-dim": torch.tensor(3), "empty": torch.zeros(0, 5, dtype=torch.int16), "gradient": x.clone().requires_grad_(),
         "channels last": x.reshape(1, 3, 20, 100).contiguous(memory_format=torch.channels_last),
-    }
+    }  # fmt: skip
 
 
 class Tensors:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,9 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("hosts", "names"),
     [
-        ("n1", ["n1"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
-        ("nid[001084-001085,1],login", ["nid001084", "nid001085", "nid1", "login"]),
-        ("r[1-2]n[09-10]-ib", ["r1n09-ib", "r1n10-ib", "r2n09-ib", "r2n10-ib"]),
-        ("a,b[2],c3-[0-1]", ["a", "b2", "c3-0", "c3-1"]),
-        ("x1000c0s0b0n0,x1000c[1-2]s0", ["x1000c0s0b0n0", "x1000c1s0", "x1000c2s0"]),
-        ("", []),
+        ("n1", ["n1"]), ("n[1-3]", ["n1", "n2", "n3"]), ("nid[001084-001085,1],login", ["nid001084", "nid001085", "nid1", "login"]),
+        ("r[1-2]n[09-10]-ib", ["r1n09-ib", "r1n10-ib", "r2n09-ib", "r2n10-ib"]), ("a,b[2],c3-[0-1]", ["a", "b2", "c3-0", "c3-1"]),
+        ("x1000c0s0b0n0,x1000c[1-2]s0", ["x1000c0s0b0n0", "x1000c1s0", "x1000c2s0"]), ("", []),
     ],
 )
 def test_host_lists(hosts: str, names: list[str]) -> None:
@@ -213,7 +210,8 @@ def test_a_failure_never_has_exit_code_0_and_control_characters_are_replaced(cap
     ranks[1].sendall(b'{"failed": "text", "report": "\\u001b[2J\\u001b]0;title\\u0007red", "code": 0, "refused": false}\n')
     time.sleep(0.1)  # a consequence on another rank is not reported as the cause
     ranks[0].sendall(b'{"failed": "peer closed", "report": "peer closed", "code": 1, "refused": false}\n')
-    message = json.loads(ranks[2].makefile().readline())
+    joined, message = map(json.loads, islice(ranks[2].makefile(), 2))
+    assert joined == {"joined": True}
     assert (message["code"], message["first"], message["stop"]) == (1, 1, "rank 1 failed: text")
     assert capfd.readouterr().err == "rank 1: ?[2J?]0;title?red\n"
 

@@ -77,13 +77,10 @@ def get_layout(mesh: Mesh) -> tuple[bool, bool, int, int, tuple[int, ...], list[
 
 def test_the_last_ranks_only_evaluate_with_axes_of_their_own() -> None:
     assert on_ranks({"replicate": 2, "depth": 2, "evaluate": 2}, get_layout) == [
-        (True, True, 0, 4, (0, 2, 0, 2, 4), [0, 4]),
-        (True, False, 1, 4, (0, 2, 1, 2, 4), [1, 5]),
-        (True, False, 2, 4, (1, 2, 0, 2, 4), []),
-        (True, False, 3, 4, (1, 2, 1, 2, 4), []),
-        (False, False, 0, 2, (0, 1, 0, 2, 2), [0, 4]),
-        (False, False, 1, 2, (0, 1, 1, 2, 2), [1, 5]),
-    ]
+        (True, True, 0, 4, (0, 2, 0, 2, 4), [0, 4]), (True, False, 1, 4, (0, 2, 1, 2, 4), [1, 5]),
+        (True, False, 2, 4, (1, 2, 0, 2, 4), []), (True, False, 3, 4, (1, 2, 1, 2, 4), []),
+        (False, False, 0, 2, (0, 1, 0, 2, 2), [0, 4]), (False, False, 1, 2, (0, 1, 1, 2, 2), [1, 5]),
+    ]  # fmt: skip
 
 
 def split_replicate_axis(mesh: Mesh) -> list[list[int]]:

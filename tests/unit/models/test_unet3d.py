@@ -53,10 +53,7 @@ def test_a_mask_does_not_depend_on_mode_or_memory_layout() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "text"),
-    [
-        ({"window": (128, 100, 128)}, "multiples of 32"),
-        ({"window": (32, 32, 32)}, "one voxel without statistics"),
-    ],
+    [({"window": (128, 100, 128)}, "multiples of 32"), ({"window": (32, 32, 32)}, "one voxel without statistics")],
 )
 def test_invalid_settings_raise(settings: dict[str, Any], text: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=text):

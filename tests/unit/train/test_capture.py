@@ -80,15 +80,11 @@ def check_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 OPTIMIZERS = [
-    {"optimizer": "sgd", "clip": 0.5, "ema_decay": 0.9},
-    {"optimizer": "sgd", "lr_in_momentum": False, "momentum": 0.0},
-    {"optimizer": "adamw", "accumulate": 2, "ema_decay": 0.9},
-    {"optimizer": "adam", "precision": "bf16"},
-    {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "ema_decay": 0.9},
-    {"optimizer": "lamb", "clip": 1.0},
-    {"optimizer": "lars", "ema_decay": 0.5},
-    {"optimizer": "lamb", "ema_decay": 0.9},
-]
+    {"optimizer": "sgd", "clip": 0.5, "ema_decay": 0.9}, {"optimizer": "sgd", "lr_in_momentum": False, "momentum": 0.0},
+    {"optimizer": "adamw", "accumulate": 2, "ema_decay": 0.9}, {"optimizer": "adam", "precision": "bf16"},
+    {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "ema_decay": 0.9}, {"optimizer": "lamb", "clip": 1.0},
+    {"optimizer": "lars", "ema_decay": 0.5}, {"optimizer": "lamb", "ema_decay": 0.9},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["forward", "whole"])

@@ -41,9 +41,7 @@ def metaspace() -> Tokenizer:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     steps = tokenizers.decoders
-    tokenizer.decoder = steps.Sequence(
-        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
-    )
+    tokenizer.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)])
     special = ["<unk>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(["a few plain words, and a few more words"] * 9, trainer)
