@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -22,9 +22,9 @@ REQUEUE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-def _set_handler(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+def _set_handler(handler: Callable[[int, FrameType | None], object] | signal.Handlers, numbers: Sequence[int] = SIGNALS) -> None:
     if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
+        for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, handler)
 
@@ -66,13 +66,13 @@ def interrupt_on_signal() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
 
-    installed = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, interrupt) for number in installed if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    _set_handler(interrupt, tuple(before))
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            _set_handler(handler, (number,))  # type: ignore[arg-type]
 
 
 @contextmanager

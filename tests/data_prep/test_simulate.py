@@ -50,8 +50,10 @@ def test_workers_end_with_their_command(tmp_path, number):
     """However it ended, no worker writes on."""
     options = ["simulate", str(tmp_path / "out"), "--size", "8", "--cut", "2", "--universes", "4000", "--workers", "2"]
     command = [sys.executable, "-m", "data_prep.cosmoflow", *options]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command sets its own handler
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=Path(store.__file__).parents[1])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     records = lambda: [*tmp_path.glob("out/train/.records/*")]  # noqa: E731
     while not records() and process.poll() is None:
         time.sleep(0.05)
