@@ -52,9 +52,11 @@ def test_messages_of_a_rank_do_not_grow_with_the_ranks(by_ranks: dict[int, RunCo
 
 
 def test_messages_to_the_first_rank_grow_with_the_writers_only(by_ranks: dict[int, RunCounts]) -> None:
-    """Eight ranks write. Each sends its list of tensors once, and in each save its result: a size and the content, each time."""
+    """Eight ranks write. Each sends its list of tensors once, and in each save its result: a size and the content, each time.
+    The hub of the first rank sends each rank one message at the start: all are connected."""
     few, many = (by_phase(by_ranks[ranks].first, "messages") for ranks in (2, 8))
     assert 0 < many.pop("save") - few.pop("save") <= 3 * (8 - 2) and many.pop("resume") - few.pop("resume") <= 8 - 2
+    assert many.pop("start") - few.pop("start") == 8 - 2
     assert many == few
 
 
