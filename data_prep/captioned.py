@@ -245,7 +245,7 @@ def _load_npy(data: bytes, where: str) -> Array:
     shape, fortran, dtype, offset = read_npy_header(stream, where)
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data) - offset:
         raise DataError(f"{where}: not a complete .npy of {dtype} {list(shape)}: {len(data) - offset:,} bytes of values; {REMEDY}")
-    return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C")
+    return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C").copy()
 
 
 def _decode_flux(sample: Sample, parts: Mapping[str, tuple[bytes | None, str]]) -> Sample:

@@ -51,10 +51,18 @@ class Worker:
     def __init__(self, name: str, advice: str, seconds: float, max_bytes: int) -> None:
         self.name, self.advice, self.seconds, self.max_bytes = name, advice, seconds, max_bytes
         self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
-        self._lock, self._stopped, self._pid = threading.Lock(), False, os.getpid()
+        self._stopped, self._pid = False, os.getpid()
+        self._lock, self._calling = threading.Lock(), threading.Lock()
 
     def call(self, task: Task, *args: Any, advance: Callable[[int], None] = lambda count: None) -> Any:
-        """Return the result of ``task(*args)``. Raises DataError if the task does, or the child process dies or hangs."""
+        """Return the result of ``task(*args)``. Raises DataError if the task does, or the child process dies or hangs. Threads take
+        turns."""
+        if self._pid != os.getpid():  # the child is that of the process that forked this one
+            self._child, self._pid, self._lock, self._calling = None, os.getpid(), threading.Lock(), threading.Lock()
+        with self._calling:
+            return self._call(task, args, advance)
+
+    def _call(self, task: Task, args: tuple[Any, ...], advance: Callable[[int], None]) -> Any:
         child, connection = self._start()
         reply: Any = None
         try:
@@ -70,8 +78,6 @@ class Worker:
         return reply
 
     def _start(self) -> tuple["subprocess.Popen[bytes]", Connection]:
-        if self._pid != os.getpid():  # the child is that of the process that forked this one
-            self._child, self._lock, self._pid = None, threading.Lock(), os.getpid()
         with self._lock:
             if self._stopped:
                 raise StoppedError

@@ -137,7 +137,10 @@ def _safetensors(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         cfg = _embedded_settings(path, file.metadata(), kind, settings)
-    return (_unwrap(state, path), None) if cfg is None else (state, cfg)
+    if cfg is None:
+        return _unwrap(state, path), None
+    check_claims(path, cfg, {name: tensor.shape for name, tensor in state.items()})
+    return state, cfg
 
 
 def _embedded_settings(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: type[SettingsT]) -> SettingsT | None:
@@ -184,9 +187,12 @@ def check_claims(path: Path, cfg: Settings, shapes: Mapping[str, Sequence[int]],
     """Raise CheckpointError, before a network is built, if settings have more layers than the weights have tensors, or larger sizes
     than these. ``keys``: Names of the settings in ``path``, if they are other names."""
     largest = max((1 << 24, *(size for shape in shapes.values() for size in shape)))
-    for name, value in cfg.model_dump().items():
+    counts = {"layers", "blocks", "middle", "double"}
+    for name in type(cfg).model_fields:
+        if isinstance(value := getattr(cfg, name), Settings):
+            check_claims(path, value, shapes, keys)
         numbers = [number for number in (value if isinstance(value, tuple) else (value,)) if isinstance(number, int)]
-        limit = len(shapes) if name in ("layers", "blocks", "double", "single") else largest
+        limit = len(shapes) if name in counts or (name == "single" and hasattr(cfg, "double")) else largest
         if len(numbers) > len(shapes) or max(numbers, default=0) > limit:
             claim, actual = f"{(keys or {}).get(name, name)} is {format_value(value)}", f"{len(shapes)} tensors with dims up to"
             raise CheckpointError(f"{path}: {claim}; the weights have {actual} {largest:,}: fetch or save both again")

@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 from data_prep import captioned
 from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 from hpcai.json_file import MAX_BYTES, read_object
-from hpcai.models.diffusion import UNetConfig, read_folder
+from hpcai.models.diffusion import DiffusionConfig, UNetConfig, read_folder
 from hpcai.models.diffusion import save_folder as save_network
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer, chats, save_folder
 from hpcai.models.llm.lora import read_adapter_config
 from hpcai.models.llm.text import stop_tokens
 from hpcai.nn.safetensors_files import open_tensors
-from hpcai.nn.weights import read_settings
+from hpcai.nn.weights import load_state, read_settings
 
 DEEP = "[" * 200_000
 SMALL = LLMConfig(vocabulary=11, width=8, layers=1, heads=2, inner=8, positions=8)
@@ -71,6 +71,9 @@ def test_settings_in_a_safetensors_file_of_another_structure_are_refused(tmp_pat
     for text, reason in cases:
         save_file({"x": torch.zeros(1)}, path, metadata={"hpcai": text})
         refusal(lambda path: read_settings(path, "llm", LLMConfig), path, f"{path}: settings inside the file", reason)
+    text = json.dumps({"model": "diffusion", "settings": {"unet": {"blocks": 10**9}}})  # in a section
+    save_file({"x": torch.zeros(1)}, path, metadata={"hpcai": text})
+    refusal(lambda path: load_state(path, "diffusion", DiffusionConfig), path, "channels is (320", "the weights have 1 tensors")
 
 
 def test_a_fifo_in_place_of_a_file_is_refused_without_waiting(llama: Path, tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
         state, settings = weights.load_state(path, "llm", LLMConfig)
         if settings is None:
             raise CheckpointError(f"{path}: weights without settings; give the folder that has {_CONFIG} beside them")
-        weights.check_claims(path, settings, {name: tensor.shape for name, tensor in state.items()})
     else:
         settings, state = read_config(path), {}
         for name, tensor in _open_weights(path, settings).items():
@@ -143,7 +142,8 @@ def read_config(folder: Path) -> LLMConfig:
         kind = config["model_type"]
         if kind not in (*_KEYS,):
             raise ConfigError(f"{path}: a model of type {kind!r}; expected one of {', '.join(_KEYS)}")
-        values = {field: config[key] for field, key in _KEYS[kind].items() if key in config or field not in _DEFAULTS[kind]}
+        values = {field: config[key] for field, key in _KEYS[kind].items()
+                  if config.get(key) is not None or field not in _DEFAULTS[kind]}  # fmt: skip
         return LLMConfig(**_DEFAULTS[kind] | values | (_llama if kind == "llama" else _gpt2)(config, path))
 
 
