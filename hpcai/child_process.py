@@ -18,7 +18,7 @@ Task = Callable[..., Iterator[Any]]
 """Work of a child process: a generator of numbers, which report progress, and finally of the result."""
 
 
-def serve(descriptor: int, seconds: float, max_bytes: int) -> None:
+def serve(descriptor: int, max_bytes: int) -> None:
     """Process requests until the connection is closed: the main function of a child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -27,7 +27,7 @@ def serve(descriptor: int, seconds: float, max_bytes: int) -> None:
     connection = Connection(descriptor)
     with suppress(EOFError):
         while True:
-            task, args = connection.recv()
+            seconds, task, args = connection.recv()
             signal.alarm(int(2 * seconds) + 1)  # ends an endless loop if the parent was killed
             try:
                 for message in task(*args):
@@ -67,7 +67,7 @@ class Worker:
         reply: Any = None
         try:
             with suppress(OSError):  # it died; _receive raises the error
-                connection.send((task, args))
+                connection.send((self.seconds, task, args))
             while isinstance(reply := self._receive(child, connection), int):
                 advance(reply)
         finally:
@@ -85,7 +85,7 @@ class Worker:
                 near, far = Pipe()
                 # -P: a data set may hold an h5py.py
                 environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
-                code = f"from hpcai.child_process import serve; serve({far.fileno()}, {self.seconds}, {self.max_bytes})"
+                code = f"from hpcai.child_process import serve; serve({far.fileno()}, {self.max_bytes})"
                 null = subprocess.DEVNULL
                 command = [sys.executable, "-P", "-c", code]
                 child = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, env=environ, pass_fds=[far.fileno()])

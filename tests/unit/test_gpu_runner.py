@@ -84,15 +84,15 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
 
 
 def test_jobs_that_pass_fail_and_hang_are_reported(runner: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "LONG_LIMITS", {"test_a.py": 2.0})
+    monkeypatch.setattr(run, "LONG_LIMITS", {"test_a.py": 8.0})
     for name, text in (("test_a.py", HANGS), ("test_b.py", FAILS), ("test_c.py", PASSES)):
         runner.file(name, text)
     started = time.monotonic()
     assert runner("--part", "tests") == 1
-    assert time.monotonic() - started < 30 and not is_running("sleep", "61.25")
+    assert time.monotonic() - started < 50 and not is_running("sleep", "61.25")
     assert runner.states == {"tests/test_a.py": "failed", "tests/test_b.py": "failed", "tests/test_c.py": "passed"}
     hung, failed, _ = runner.results["jobs"].values()
-    assert hung["why"] == "did not end within 2 s, and was killed"
+    assert hung["why"] == "did not end within 8 s, and was killed"
     assert "test_a.py" in (runner.out / hung["log"]).read_text(), "the stacks of a job that hangs are in its log"
     assert failed["tests"] == {"passed": 1, "failed": 1, "skipped": 1} and failed["skips"] == {"of no use": 1}
     assert failed["failures"][0]["name"] == "test_bad" and "assert 1 == 2" in failed["failures"][0]["text"]
