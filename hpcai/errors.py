@@ -1,8 +1,17 @@
 """The exceptions of this package. A message has the location, the value found, the expected values and a remedy."""
 
 
+def escape_controls(text: str, keep: str = "\n\t") -> str:
+    """Return ``text``, which may have names from untrusted files, with characters that are not printable escaped, except ``keep``:
+    a terminal would obey them."""
+    return "".join(char if char.isprintable() or char in keep else char.encode("unicode_escape").decode() for char in text)
+
+
 class HpcaiError(Exception):
     """Base class of all errors that are reported without a traceback; the text is for the user."""
+
+    def __str__(self) -> str:
+        return escape_controls(super().__str__())
 
 
 class ConfigError(HpcaiError, ValueError):

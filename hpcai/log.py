@@ -41,7 +41,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, Self, TextIO
 
 from hpcai import startup
-from hpcai.errors import ConfigError, DataError, MissingExtraError
+from hpcai.errors import ConfigError, DataError, MissingExtraError, escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,6 +66,17 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     def stream(self, stream: TextIO) -> None: ...
 
 
+class _Formatter(logging.Formatter):
+    """A formatter of messages that may have names from untrusted files: further lines are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return _escape(super().formatMessage(record))
+
+
+def _escape(line: str) -> str:
+    return escape_controls(line).replace("\n", "\n  ")
+
+
 def setup(rank: int = 0, world: int = 1) -> None:
     """Log INFO and above of the first rank, WARNING and above of the others, to stderr. It may be called again."""
     root = logging.getLogger()
@@ -73,7 +84,7 @@ def setup(rank: int = 0, world: int = 1) -> None:
         root.removeHandler(handler)
     handler = _StderrHandler()
     where = f" rank {rank} on {socket.gethostname()}".replace("%", "%%") if world > 1 else ""
-    handler.setFormatter(logging.Formatter(f"%(levelname)s{where}: %(message)s"))
+    handler.setFormatter(_Formatter(f"%(levelname)s{where}: %(message)s"))
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root.addHandler(handler)
     root.setLevel(handler.level)
@@ -374,7 +385,7 @@ class Terminal:
         if event.kind == "start":
             self._steps, self._first_report = int(event.fields.get("steps") or 0), None
             self._batch = int(event.fields.get("global_batch") or 0)
-        line = getattr(self, f"_{event.kind}", lambda event: "")(event)
+        line = _escape(getattr(self, f"_{event.kind}", lambda event: "")(event))
         if self._console is None:
             if line:
                 self._stream.write(line + "\n")

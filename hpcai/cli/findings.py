@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hpcai.errors import DataError
+from hpcai.errors import DataError, escape_controls
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -77,9 +77,8 @@ def pluralize(count: int, noun: str) -> str:
 
 def printable(text: str) -> str:
     """Return ``text``, which may come from untrusted files, with control and unencodable characters escaped."""
-    escaped = "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
     encoding = sys.stdout.encoding or "ascii"
-    return escaped.encode(encoding, "backslashreplace").decode(encoding)
+    return escape_controls(text, keep="").encode(encoding, "backslashreplace").decode(encoding)
 
 
 def write_json(path: Path | str, content: Mapping[str, Any]) -> None:

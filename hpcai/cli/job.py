@@ -80,7 +80,7 @@ class Job:
 
 
 def main(argv: Sequence[str]) -> int:
-    if line := next((arg for arg in argv if CONTROL.search(arg)), None):
+    if line := next((arg for arg in (*argv, os.getcwd()) if CONTROL.search(arg)), None):
         raise ConfigError(f"{line!r}: contains a control character; write it without")
     args = _parse_args(argv)
     job = build_job(args)

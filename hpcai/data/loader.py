@@ -37,7 +37,8 @@ class Source(Protocol):
     """A map-style dataset. ``sample`` is called from several threads, or in several processes.
 
     Optional members: ``collate(samples) -> batch`` of CPU tensors, instead of stacking; ``identity``, a string that is equal for
-    equal datasets; ``replicated``, True if all ranks of a model replica prepare the same sample, none a shard of it; ``close()``.
+    equal datasets; ``changes_since(seconds)``, a message on data that was written after a time; ``replicated``,
+    True if all ranks of a model replica prepare the same sample, none a shard of it; ``close()``.
     """
 
     def __len__(self) -> int: ...
@@ -167,6 +168,10 @@ class Loader(AbstractContextManager["Loader"]):
     def identity(self) -> str:
         """A string that identifies the dataset, or an empty one if the source has none."""
         return str(getattr(self.source, "identity", ""))
+
+    def changes_since(self, seconds: float) -> str:
+        """Describe data that was written after a time, in seconds since the epoch; an empty string if there is none."""
+        return str(self.source.changes_since(seconds)) if hasattr(self.source, "changes_since") else ""
 
     def indices(self, epoch: int, first: int) -> np.ndarray:
         """Return the indices of the local batch at position ``first`` of ``epoch``, in strict order."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcai.data.changes import changes_since
 from hpcai.data.hdf5 import Fields, Rows, Selection
 from hpcai.data.loader import Loader, Source
 from hpcai.data.sampler import Sharded
@@ -36,6 +37,9 @@ class Samples:
     @property
     def identity(self) -> str:
         return self.rows.identity
+
+    def changes_since(self, seconds: float) -> str:
+        return changes_since(self.rows, seconds)
 
     def selection(self, index: int, epoch: int) -> Selection | None:
         """Return the box of each field that is read, or None for full rows: a pure function."""
@@ -69,6 +73,9 @@ class ConcatSamples:
     @property
     def identity(self) -> str:
         return "; ".join(part.identity for part in self.parts)
+
+    def changes_since(self, seconds: float) -> str:
+        return "; ".join(filter(None, (part.changes_since(seconds) for part in self.parts)))
 
     def sample(self, index: int, epoch: int) -> Any:
         part, local = self._locate(index)

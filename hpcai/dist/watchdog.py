@@ -32,7 +32,7 @@ import torch.distributed as torch_dist
 from hpcai.dist.host import format_ranges
 from hpcai.dist.step_boundary import StepBoundary
 from hpcai.dist.waiting import wait_until
-from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
+from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError, escape_controls
 
 # Delays and timeouts in seconds
 _CAUSE_DELAY = 0.3  # a consequence on another rank ("connection closed by peer") may arrive before its cause
@@ -406,10 +406,9 @@ def query_status(timeout: float) -> dict[int, RankStatus]:
 
 
 def report_failure(text: str) -> None:
-    """Write whole lines to stderr at once, from any thread, without Python's buffers and locks; control characters become "?"."""
-    printable = "".join(char if char.isprintable() or char in "\n\t" else "?" for char in text.rstrip("\n"))
+    """Write whole lines to stderr at once, from any thread, without Python's buffers and locks; control characters are escaped."""
     with suppress(OSError):  # stderr may be closed
-        os.write(2, (printable + "\n").encode(errors="replace"))
+        os.write(2, (escape_controls(text.rstrip("\n")) + "\n").encode(errors="replace"))
 
 
 def abort_job(text: str, report: str) -> NoReturn:

@@ -101,7 +101,7 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         self.directory, self.cfg, self.mesh = Path(directory), cfg, mesh
         self.settings, self.frozen, self.schema = settings or {}, frozen, schema
-        self.data = ""
+        self.data, self.data_changes = "", lambda seconds: ""
         self.messages: list[str] = []
         self._damaged: list[Path] = []
         self._opened: os.stat_result | None = None
@@ -340,6 +340,8 @@ class Checkpoints:
             if not self.cfg.other_data:
                 raise CheckpointError(f"{path.parent}: {text}; set checkpoint.other_data=true if that is meant")
             self.messages.append(text)
+        elif self.mesh.is_first and (text := self.data_changes((path / MANIFEST).stat().st_mtime)):
+            self.messages.append(f"data may have changed since {path.name}: {text}; hpcai data check examines the folder")
         versions = {name: was for name, was in run.versions.items() if VERSIONS.get(name, was) != was}
         self.messages += [f"{name}: {was} then, {VERSIONS[name]} now" for name, was in versions.items()]
         sections = {name for name in run.settings.keys() & self.settings.keys() if name not in (*self.frozen, "report")}

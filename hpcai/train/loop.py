@@ -129,6 +129,7 @@ class _Training:
         startup.begin("other")
         if self.checkpoints:
             self.checkpoints.data = getattr(self.data, "identity", "")
+            self.checkpoints.data_changes = getattr(self.data, "changes_since", lambda seconds: "")
         with startup.during("checkpoint"):
             resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
         self.progress = self.result.progress = resumed or self.progress

@@ -174,10 +174,14 @@ def test_a_run_on_another_data_set_is_refused_unless_allowed(
     assert APP.run(data, run) == 0
     assert APP.run(other, run, "train.epochs=4") == 1 and "another data set (6 files, 24 rows" in capsys.readouterr().err
     copied = Path(shutil.copytree(data, tmp_path / "copied"))
+    with h5py.File(min((copied / "train").glob("*.h5")), "r+") as file:  # in place, of the same size
+        file["target"][...] *= 1000
     assert APP.run(copied, run, "train.epochs=3") == 0 and resumed_from(run) == 6
     assert APP.run(other, run, "train.epochs=4", "checkpoint.other_data=true") == 0 and resumed_from(run) == 9
     notes = [event["text"] for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "note"]
     assert any("train.epochs: 2 then, 3 now" in text for text in notes) and any("another data set" in text for text in notes)
+    (changed,) = (text for text in notes if "data may have changed since step-00000006" in text)
+    assert "1 of 6 files in" in changed and "'target' of" in changed and "statistics.json has -" in changed
 
 
 # ---- on ranks

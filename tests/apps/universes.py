@@ -28,5 +28,6 @@ def write_universes(folder: Path, size: int = 32, train: int = 6, validation: in
         (folder / split / "index.json").write_text(json.dumps(index))
     cells = np.concatenate([np.log1p(h5py.File(p)["counts"][:]).reshape(-1, 4) for p in sorted(folder.glob("train/*.h5"))])
     log1p = {"mean": cells.mean(0, dtype=float).tolist(), "covariance": np.cov(cells.T).tolist()}
-    (folder / "statistics.json").write_text(json.dumps({"splits": {"train": {"log1p": log1p}}}))
+    statistics = {"log1p": log1p, "target": {"minimum": [-1.0] * 4, "maximum": [1.0] * 4}}
+    (folder / "statistics.json").write_text(json.dumps({"splits": {"train": statistics}}))
     return folder

@@ -2,7 +2,9 @@
 
 import io
 import json
+import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from data_prep import captioned
+from hpcai import log
 from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 from hpcai.json_file import MAX_BYTES, read_object
 from hpcai.models.diffusion import DiffusionConfig, UNetConfig, read_folder
@@ -146,6 +149,18 @@ def test_a_chat_template_is_bounded_in_time_and_memory(monkeypatch: pytest.Monke
     messages = [{"role": "user", "content": "a"}]
     refusal(lambda template: chats.render(template, "t.json", messages, ()), template, "t.json: chat template", reason)
     assert chats.render("{{ messages[0].content }}!", "t.json", messages, ()).text == "a!", "the next one is rendered"
+
+
+# ---- text
+
+
+def test_names_with_control_characters_move_no_cursor_and_begin_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\x1b[2J\x9b\r\nINFO: finished.h5"
+    assert str(DataError(f"{name}: is damaged")) == "a\\x1b[2J\\x9b\\r\nINFO: finished.h5: is damaged"
+    record = logging.LogRecord("a", logging.INFO, "", 0, "%s is read", (name,), None)
+    assert log._Formatter("%(message)s").format(record) == "a\\x1b[2J\\x9b\\r\n  INFO: finished.h5 is read"
+    log.Terminal(sys.stdout).write(log.Event("note", 0.0, {"step": 1, "text": name}))
+    assert capsys.readouterr().out.endswith("a\\x1b[2J\\x9b\\r\n  INFO: finished.h5\n")
 
 
 # ---- images

@@ -197,7 +197,7 @@ def test_the_hub_ignores_connections_without_the_token() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hpcai")]
 
 
-def test_a_failure_never_has_exit_code_0_and_control_characters_are_replaced(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_never_has_exit_code_0_and_control_characters_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
     hub = _Hub(3, "secret", "127.0.0.1")
     assert hub._socket.getsockname()[0] == "127.0.0.1"
     threading.Thread(target=hub.serve, daemon=True).start()
@@ -213,7 +213,7 @@ def test_a_failure_never_has_exit_code_0_and_control_characters_are_replaced(cap
     joined, message = map(json.loads, islice(ranks[2].makefile(), 2))
     assert joined == {"joined": True}
     assert (message["code"], message["first"], message["stop"]) == (1, 1, "rank 1 failed: text")
-    assert capfd.readouterr().err == "rank 1: ?[2J?]0;title?red\n"
+    assert capfd.readouterr().err == "rank 1: \\x1b[2J\\x1b]0;title\\x07red\n"
 
 
 def test_a_message_may_arrive_in_chunks() -> None:

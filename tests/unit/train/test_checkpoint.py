@@ -394,6 +394,8 @@ def save_and_count_reads(mesh: Mesh, path: str) -> tuple[dict[str, list[tuple[in
         folder = checkpoints.save(step, Progress(step=1)).path
         assert new_checkpoints(Path(path), mesh, writers=2).resume(step) == Progress(step=1)
     index = json.loads((folder / "index.json").read_text())["files"]
+    covered = [f["header"] + sum(s["bytes"] for s in f["stretches"]) for f in index.values()]
+    assert covered == [(folder / name).stat().st_size for name in index], "each byte has a SHA-256"
     files = {name: [(s["writer"], len(s["sha256"])) for s in f["stretches"]] for name, f in index.items()}
     return files, len(reads[0]), sum(reads[1])
 
