@@ -196,6 +196,8 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 def convert_case(source: Path, spacing: Triple, least: tuple[int, int, int], path: Path) -> None:
     image, label, original_spacing = nifti.read(source)
+    if (image > -200).all():
+        print(f"warning: {source}: no value below -200, which air has; are they in HU, or 1024 higher?", file=sys.stderr)
     attributes = {"kind": "converted", "case": source.name, "recipe": json.dumps({"spacing": spacing, "least": least})}
     _write_case(path, image, label, original_spacing, spacing, least, attributes)
 
@@ -208,7 +210,8 @@ def split_cases(root: Path, chosen: Sequence[int] | None) -> tuple[dict[str, lis
     cases = {int(match[1]): path.name for path in sorted(root.iterdir()) if (match := re.fullmatch(r"case_(\d+)", path.name))}
     if not cases:
         raise ConfigError(f"{root}: no folder case_00000 or alike; name the folder of the cases (in KiTS19: data)")
-    unlabelled = [number for number in cases if LABELLED <= number < PUBLIC and not (root / cases[number] / nifti.LABEL).is_file()]
+    unlabelled = [number for number, name in cases.items()
+                  if LABELLED <= number < PUBLIC and not nifti.find(root / name, nifti.LABEL).is_file()]  # fmt: skip
     labelled = {number: name for number, name in cases.items() if number not in unlabelled}
     validation = EVALUATION if chosen is None else frozenset(chosen)
     unknown = sorted(validation - labelled.keys()) if chosen is not None else []
@@ -250,6 +253,8 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
     for path in chosen:
         with h5py.File(path, "r") as file:
             stored, computed = file["boxes"][0], bounding_boxes(file["label"][0])
+            if (file["image"][0] >= (volume.CLIP_HU[1] - volume.MEAN_HU) / volume.STD_HU - 1e-4).mean() > 0.5:
+                print(f"warning: {path}: most voxels are above {volume.CLIP_HU[1]:g} HU; were the values of the source in HU?")
         if (stored != computed).any():
             yield f"{path}: boxes {stored.tolist()}, the label has {computed.tolist()}; delete the file and make it again"
     print(f"boxes of {len(chosen)} cases compared with their labels")

@@ -3,7 +3,8 @@
     case_00000/imaging.nii.gz       HU [D, H, W], slices along the body first
     case_00000/segmentation.nii.gz  0 background, 1 kidney, 2 tumour
 
-Files with another order of axes, such as x, y, z, are transposed by their affine, and never flipped.
+Files with another order of axes, such as x, y, z, are transposed by their affine, and never flipped. A file may be of NIfTI-1 or
+NIfTI-2, end in .nii without gzip, and have further dims of length 1.
 
 D slices along the body   H rows, front to back   W columns, from side to side"""
 
@@ -19,11 +20,15 @@ from numpy.typing import NDArray
 from data_prep.extras import import_extra
 from hpcai.errors import DataError
 from hpcai.gzip_file import gunzip
+from hpcai.json_file import read_regular
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
 MAX_TILT = 1e-3          # fraction of an axis along another one
 MAX_BYTES = 1 << 32       # bytes of a volume: 2,000 slices of 512 x 512 voxels in float64
 MAX_SHIFT = 0.5             # voxels between the same corner of image and label
+MAX_MISMATCH = 0.01         # relative difference of the distance of voxels by pixdim and by the affine
+MAX_ROUNDING = 0.03         # of a label that was stored as a float, or with a slope in float32
+MILLIMETRES = {1: 1e3, 2: 1.0, 3: 1e-3}     # of a unit, by the code of xyzt_units: metre, millimetre, micrometre
 Array = NDArray[Any]
 
 
@@ -33,7 +38,7 @@ def _nibabel() -> Any:
 
 def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[float, float, float]]:
     """Return image in HU and label [D, H, W], and the mm between voxels along D, H, W. Raises DataError for invalid files."""
-    image, affine, spacing = _open(path := folder / IMAGE)
+    image, affine, spacing = _open(path := find(folder, IMAGE))
     order = _axis_order(path, affine)
     values = image.get_fdata(dtype=np.float32)
     if not all(np.isfinite(part).all() for part in values):
@@ -44,7 +49,7 @@ def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[fl
 
 
 def _read_label(path: Path, shape: tuple[int, ...], affine: Array) -> NDArray[np.uint8]:
-    file, other, _ = _open(path)
+    file, other, _ = _open(path := find(path.parent, path.name))
     if file.shape != shape:
         raise DataError(f"{path}: {file.shape} voxels, {IMAGE} has {shape}; give the label on the grid of its image")
     corners = np.array(np.meshgrid(*[(0, n - 1) for n in shape], (1,))).reshape(4, -1)
@@ -53,10 +58,20 @@ def _read_label(path: Path, shape: tuple[int, ...], affine: Array) -> NDArray[np
         text = f"its affine puts a corner {offset:.3g} voxels from its position by {IMAGE}, expected at most {MAX_SHIFT:g}"
         raise DataError(f"{path}: {text}; resample the label to the grid of its image, or correct the wrong affine")
     values = np.asanyarray(file.dataobj)
-    if not all(np.isin(part, (0, 1, 2)).all() for part in values):
-        text = f"holds the labels {np.setdiff1d(values, (0, 1, 2))[:5].tolist()}, expected only 0 background, 1 kidney, 2 tumour"
-        raise DataError(f"{path}: {text}; map them to these")
-    return values.astype(np.uint8, copy=False)
+    labels = np.empty(values.shape, np.uint8)
+    for part, rounded in zip(values, labels):
+        rounded[...] = np.rint(part).clip(0, 255)
+        unknown = part[(rounded > 2) | (np.abs(part - rounded) > MAX_ROUNDING)]
+        if unknown.size:
+            text = f"holds the labels {np.unique(unknown)[:5].tolist()}, expected only 0 background, 1 kidney, 2 tumour"
+            raise DataError(f"{path}: {text}; map them to these")
+    return labels
+
+
+def find(folder: Path, name: str) -> Path:
+    """Return the path of a file, which may be stored without gzip."""
+    plain = folder / name.removesuffix(".gz")
+    return plain if plain.is_file() and not (folder / name).is_file() else folder / name
 
 
 def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
@@ -67,23 +82,33 @@ def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
     try:
         if not path.is_file():
             raise DataError(f"{path}: no such file; {advice}")
-        raw = gunzip(path, MAX_BYTES)
-        if raw[344:348] != b"n+1\0":
-            raise ValueError("the header is not of single-file NIfTI-1")
-        header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(raw), check=False)    # a check replaces a spacing of 0 by 1 mm
-        shape, spacing = header.get_data_shape(), tuple(float(mm) for mm in header["pixdim"][1:4])
-        if len(shape) != 3:
+        with path.open("rb") as file:
+            raw = gunzip(path, MAX_BYTES) if file.read(2) == b"\x1f\x8b" else read_regular(path, MAX_BYTES)
+        if raw[344:348] != b"n+1\0" and raw[4:8] != b"n+2\0":
+            raise ValueError("the header is not of single-file NIfTI")
+        image_class = nibabel.Nifti1Image if raw[344:348] == b"n+1\0" else nibabel.Nifti2Image
+        header = image_class.header_class.from_fileobj(io.BytesIO(raw), check=False)    # a check replaces a spacing of 0 by 1 mm
+        shape, unit = header.get_data_shape(), int(header["xyzt_units"]) & 7
+        if len(shape) < 3 or any(n != 1 for n in shape[3:]):
             raise DataError(f"{path}: {len(shape)} dimensions {tuple(shape)}, expected 3; make each volume a separate case")
-        if not all(np.isfinite(mm) and mm > 0 for mm in spacing):
-            raise DataError(f"{path}: the header has voxels {spacing} mm apart, expected positive numbers; correct pixdim")
-        image = nibabel.Nifti1Image.from_bytes(raw)
+        pixdim = header["pixdim"][1:4].astype(np.float64) * MILLIMETRES.get(unit, 1.0)
+        least, most = (0.01, 100) if unit in MILLIMETRES else (0.05, 20)
+        if not ((pixdim >= least) & (pixdim <= most)).all():
+            text = f"the header has voxels {tuple(pixdim.tolist())} mm apart, expected {least:g} to {most:g}"
+            raise DataError(f"{path}: {text}; correct pixdim, or its unit in xyzt_units")
+        image = image_class.from_bytes(raw)
         if len(raw) < int(image.dataobj.offset) + int(np.prod(shape)) * image.get_data_dtype().itemsize:
             raise DataError(f"{path}: ends before the last of its {tuple(shape)} voxels; {advice}")
     except (*nibabel_errors, OSError, EOFError, ValueError, zlib.error) as problem:
         if isinstance(problem, DataError):
             raise
         raise DataError(f"{path}: cannot be read as NIfTI compressed by gzip ({problem}); {advice}") from None
-    return image, np.asarray(image.affine, np.float64), spacing
+    affine = np.diag([*[MILLIMETRES.get(unit, 1.0)] * 3, 1.0]) @ image.affine
+    by_affine = np.linalg.norm(affine[:3, :3], axis=0)
+    if (np.abs(by_affine / pixdim - 1) > MAX_MISMATCH).any():
+        text = f"voxels are {tuple(pixdim.tolist())} mm apart by pixdim and {tuple(by_affine.tolist())} mm by the affine"
+        raise DataError(f"{path}: {text}; correct the wrong one")
+    return nibabel.funcs.squeeze_image(image), affine, tuple(pixdim.tolist())
 
 
 def _axis_order(path: Path, affine: Array) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import h5py
 import nibabel
@@ -172,15 +173,8 @@ def test_axes_in_another_order_give_the_same_volume(public, tmp_path, order):
 
 def test_slope_and_intercept_are_applied(public, tmp_path):
     image, label = load_volumes(public / "case_00001")
-    scaled = nibabel.Nifti1Image(np.asarray(image.dataobj) // 2, image.affine)
-    scaled.header.set_slope_inter(2, -3)
-    raw = bytearray(scaled.to_bytes())
-    header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(bytes(raw)), check=False)
-    header["scl_slope"], header["scl_inter"] = 2, -3
-    raw[:348] = header.binaryblock
-    raw[352:] = (np.asarray(image.dataobj) // 2).astype(np.int16).tobytes(order="F")
-    folder = save(tmp_path, label=label)
-    (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
+    folder = save(tmp_path, image, label)
+    set_header(folder, 0, (np.asarray(image.dataobj) // 2).astype(np.int16), scl_slope=2, scl_inter=-3)
     assert (nifti.read(folder)[0] == np.asarray(image.dataobj) // 2 * 2.0 - 3).all()
 
 
@@ -197,12 +191,15 @@ def translate(affine):
     return shift @ affine
 
 
-def set_pixdim(folder, value):
-    raw = bytearray(load_volumes(folder)[0].to_bytes())
+def set_header(folder, index, values=None, **fields):
+    """Change fields of the header, and the bytes of the voxels, of the image (index 0) or the label (1)."""
+    raw = bytearray(load_volumes(folder)[index].to_bytes())
     header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(bytes(raw)), check=False)
-    header["pixdim"][2] = value
+    for name, value in fields.items():
+        header[name] = value
     raw[:348] = header.binaryblock
-    (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
+    raw[352:] = raw[352:] if values is None else values.tobytes(order="F")
+    (folder / (nifti.IMAGE, nifti.LABEL)[index]).write_bytes(gzip.compress(bytes(raw)))
 
 
 def flip_byte(data):
@@ -230,6 +227,50 @@ def put(value):
     return assign
 
 
+def to_metres(case, unit, scale):
+    for index in (0, 1):
+        edit_volume(case, index, affine=lambda affine: np.diag([scale] * 3 + [1]) @ affine)
+        set_header(case, index, xyzt_units=unit)
+
+
+def unpack(case, rename):
+    for name in (nifti.IMAGE, nifti.LABEL):
+        content = gzip.decompress((case / name).read_bytes())
+        (case / name).unlink()
+        (case / rename(name)).write_bytes(content)
+
+
+FORMS = {
+    "a dim of 1": lambda case: [edit_volume(case, index, lambda x: x[..., None]) for index in (0, 1)],
+    "micrometres": lambda case: to_metres(case, 3, 1e3),
+    "metres": lambda case: to_metres(case, 1, 1e-3),
+    "labels as floats": lambda case: edit_volume(case, 1, lambda x: np.where(x == 1, np.float32(0.9882), x * np.float32(1.01))),
+    "not compressed": lambda case: unpack(case, lambda name: name.removesuffix(".gz")),
+    "not compressed, .gz": lambda case: unpack(case, str),
+    "NIfTI-2": lambda case: save(case, *map(nibabel.Nifti2Image.from_image, load_volumes(case))),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_of_another_form_give_the_same_case(public, tmp_path, form):
+    expected = nifti.read(public / "case_00001")
+    case = Path(shutil.copytree(public / "case_00001", tmp_path / "case_00001"))
+    FORMS[form](case)
+    image, label, spacing = nifti.read(case)
+    assert (image == expected[0]).all() and (label == expected[1]).all() and label.any()
+    assert spacing == pytest.approx(expected[2], rel=1e-6)
+
+
+def test_values_that_are_not_in_hounsfield_units_are_reported(public, tmp_path, capfd):
+    for number in (0, 1):
+        case = Path(shutil.copytree(public / f"case_{number:05d}", tmp_path / f"in/case_{number:05d}"))
+    edit_volume(case, 0, lambda x: x + 1024)
+    assert run("convert", tmp_path / "in", tmp_path / "out", *GRID) == run("check", tmp_path / "out") == 0
+    stdout, stderr = capfd.readouterr()
+    assert stderr.count("no value below -200") == 1 and f"{case}: no value" in stderr
+    assert stdout.count("most voxels are above 304 HU") == 1 and "case_00001.h5: most voxels" in stdout
+
+
 FAULTS = {
     "missing": (lambda case: (case / nifti.LABEL).unlink(), nifti.LABEL, ["no such file"]),
     "cut": (lambda case: patch(case, lambda data: data[:-200]), nifti.IMAGE, ["cannot be read", "fetch it again"]),
@@ -240,11 +281,16 @@ FAULTS = {
     "shapes": (lambda case: edit_volume(case, 1, lambda x: x[1:]), nifti.LABEL, ["imaging.nii.gz has", "on the grid of its image"]),
     "moved": (lambda case: edit_volume(case, 1, affine=translate), nifti.LABEL, ["voxels from its position", "resample the label"]),
     "label 7": (lambda case: edit_volume(case, 1, put(7)), nifti.LABEL, ["[7]", "1 kidney, 2 tumour"]),
-    "4-D": (lambda case: edit_volume(case, 0, lambda x: x[..., None]), nifti.IMAGE, ["4 dimensions", "expected 3"]),
+    "4-D": (lambda case: edit_volume(case, 0, lambda x: np.stack([x, x], -1)), nifti.IMAGE, ["4 dimensions", "expected 3"]),
+    "labels 1.5": (lambda case: edit_volume(case, 1, lambda x: x * np.float32(1.5)), nifti.LABEL, ["[1.5", "map them"]),
+    "geometries": (lambda case: set_header(case, 0, pixdim=(1, 1, 1, 1, 1, 1, 1, 1)), nifti.IMAGE,
+                   ["(1.0, 1.0, 1.0) mm apart by pixdim and (", "mm by the affine"]),
+    "unknown unit": (lambda case: edit_volume(case, 0, affine=lambda x: x * 30), nifti.IMAGE,
+                     ["expected 0.05 to 20", "xyzt_units"]),
     "rotated": (lambda case: (edit_volume(case, 0, affine=rotate), edit_volume(case, 1, affine=rotate)), nifti.IMAGE,
                 ["rotated or sheared", "resample it to an axis-aligned grid first"]),
-    "spacing 0": (lambda case: set_pixdim(case, 0), nifti.IMAGE, ["0.0", "correct pixdim"]),
-    "spacing NaN": (lambda case: set_pixdim(case, np.nan), nifti.IMAGE, ["nan", "correct pixdim"]),
+    "spacing 0": (lambda case: set_header(case, 0, pixdim=[1.0] * 2 + [0.0] * 6), nifti.IMAGE, ["0.0", "correct pixdim"]),
+    "spacing NaN": (lambda case: set_header(case, 0, pixdim=[1.0] * 2 + [np.nan] * 6), nifti.IMAGE, ["nan", "correct pixdim"]),
     "NaN": (lambda case: edit_volume(case, 0, put(np.nan)), nifti.IMAGE, ["NaN or infinity"]),
 }  # fmt: skip
 
