@@ -1,6 +1,6 @@
 """Readers of images or latents with captions, in the formats in which such sets are published.
 
-    a folder            NAME.png .jpg .jpeg .webp .npy at any depth, with captions NAME.txt beside them
+    a folder            NAME.png .jpg .jpeg .jfif .webp .npy at any depth, with captions NAME.txt beside them
     *.tar               webdataset: members KEY.png and so on, KEY.txt
                         KEY.npy, KEY.txt: MLPerf's Stable Diffusion, moments float32 [1, 2L, h, w]
     *.arrow             MLPerf's Flux.1: __key__, mean, logvar [L, h, w], t5_encodings [N, J], clip_encodings [J'], timestep
@@ -14,7 +14,7 @@ L channels of a latent   h w its pixels   N tokens of J elements   J' elements o
 import io
 import math
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,8 @@ Array = NDArray[Any]
 Entry = dict[str, Any]
 
 STATE = "state.json"
-IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "webp", "npy")
+IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "jfif", "webp", "npy")
+OTHER_SUFFIXES = ("avif", "bmp", "gif", "heic", "jp2", "jxl", "tga", "tif", "tiff")    # of images that are not read
 CHUNK = 4096                                    # images of a folder in a shard
 MAX_PIXELS = 1 << 26                            # of a resized image
 REMEDY = "copy or write it again, or leave it out"
@@ -67,6 +68,7 @@ class Sample:
     tokens: Array | None = None
     pooled: Array | None = None
     level: int | None = None
+    over_white: bool = False    # its image had transparent pixels
 
 
 # ---- listings
@@ -82,11 +84,22 @@ def find_shards(folder: Path) -> list[Shard]:
     for ending in (".tar", ".arrow"):           # tables beside tar files are their metadata
         if shards := sorted(path for path in folder.rglob(f"*{ending}") if not path.name.startswith(".")):
             return [Shard(path) for path in shards]
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix[1:].lower() in IMAGE_SUFFIXES)
-    names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    names = _names_of(folder, IMAGE_SUFFIXES)
     if not names:
         raise ConfigError(f"{folder}: holds no image ({', '.join(IMAGE_SUFFIXES)}), no .tar or .arrow; name another SOURCE")
     return [Shard(folder, tuple(names[start : start + CHUNK])) for start in range(0, len(names), CHUNK)]
+
+
+def _names_of(folder: Path, suffixes: Collection[str]) -> list[str]:
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix[1:].lower() in suffixes)
+    return [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+
+
+def list_unread(shards: Sequence[Shard]) -> list[tuple[str, str]]:
+    """Return the images of other formats in the folders of some shards, and why they are left out."""
+    folders = dict.fromkeys(shard.path for shard in shards if shard.names)
+    paths = [folder / name for folder in folders for name in _names_of(folder, OTHER_SUFFIXES)]
+    return [(str(path), f"{path.suffix.lower()} is not read; convert it to .png") for path in paths]
 
 
 def _arrow_files(path: Path) -> list[str]:
@@ -318,7 +331,7 @@ def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Ten
 
 
 def _decode_image(sample: Sample) -> Array:
-    """Return the pixels as uint8 [H, W, 3]."""
+    """Return the pixels as uint8 [H, W, 3]; transparent ones are laid over white."""
     if isinstance(sample.image, np.ndarray):
         return sample.image
     from PIL import Image, ImageOps
@@ -326,10 +339,13 @@ def _decode_image(sample: Sample) -> Array:
     assert sample.image is not None
     try:
         with Image.open(io.BytesIO(sample.image), formats=("PNG", "JPEG", "WEBP")) as opened:  # of others, EPS starts Ghostscript
-            mode = opened.mode
-            values = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
+            mode, image = opened.mode, ImageOps.exif_transpose(opened)
+            if image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255:
+                sample.over_white = True
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+            values = np.asarray(image.convert("RGB"))
     except Exception as problem:                # Pillow's readers fail in a dozen ways
         raise DataError(f"{sample.name}: cannot be read as an image ({problem}); {REMEDY}") from problem
-    if mode[0] in "IF":
+    if mode[0] in "IF" or (sample.image.startswith(b"\x89PNG") and sample.image[24] > 8):  # Pillow drops the lower bits of RGB
         raise DataError(f"{sample.name}: pixels of more than 8 bits (mode {mode}); convert it to 8 bits")
     return values

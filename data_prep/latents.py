@@ -55,6 +55,8 @@ MLPERF_SCALING = {4: (0.18215, 0.0), 16: (0.3611, 0.1159)}      # scale and shif
 VAE_SCALE_FACTOR = 8                            # side of an image over that of its latent, in both
 FILE_BYTES = 1 << 26                            # of a file, about
 TRUNCATED = {"tokens": "tokens_cut", "pooled": "pooled_cut"}    # attributes of a file: number of truncated captions
+COUNTED = {"tokens_cut": "captions were truncated for tokens", "pooled_cut": "captions were truncated for pooled",
+           "over_white": "images had transparent pixels, which were laid over white"}  # fmt: skip
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 MIN_LOGVAR, MAX_LOGVAR = -30.0, 20.0
 LEVELS = 8                                      # of noise, at which the validation loss is measured
@@ -108,15 +110,15 @@ FIELDS = {      # latents identify a sample: several may have the same caption
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
-    """Return the moments of each channel of the means, and the number of truncated captions."""
+    """Return the moments of each channel of the means, and the numbers of truncated captions and transparent images."""
     rows, channels = file["moments"].shape[:2]
     means = (file["moments"][row, : channels // 2].reshape(channels // 2, -1).T for row in range(rows))
-    cut = {name: int(file.attrs[name]) for name in TRUNCATED.values() if name in file.attrs}
+    cut = {name: int(file.attrs[name]) for name in COUNTED if name in file.attrs}
     return {"means": moments.merge(map(moments.compute, means)), "cut": cut}
 
 
 def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
-    cut = {name: sum(record["sums"]["cut"].get(name, 0) for record in records) for name in TRUNCATED.values()}
+    cut = {name: sum(record["sums"]["cut"].get(name, 0) for record in records) for name in COUNTED}
     return {"cut": cut, "means": moments.summarize(record["sums"]["means"] for record in records)}
 
 
@@ -185,14 +187,14 @@ class EncodeArgs:
 def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int], path: Path) -> None:
     """Write a file of some samples of a shard."""
     shard, entries = source.shard, captioned.read_entries(source.path, numbers)
-    truncated = {TRUNCATED[name]: 0 for name in args.encoded}
+    counts = dict.fromkeys([*(TRUNCATED[name] for name in args.encoded), "over_white"], 0)
     with store.create_file(path, len(entries), dict(args.fields), {"origin": shard.path.name}) as file:
         begin = 0
         for samples, images in _prefetch(args, shard, entries):
             rows = slice(begin, begin := begin + len(samples))
-            for name, values in _encode_batch(args, samples, images, truncated).items():
+            for name, values in _encode_batch(args, samples, images, counts).items():
                 file[name][rows] = values
-        file.attrs.update(truncated)
+        file.attrs.update(counts)
 
 
 def _prefetch(args: EncodeArgs, shard: Shard, entries: Sequence[Entry]) -> Iterator[tuple[list[Sample], list[Tensor | None]]]:
@@ -221,18 +223,19 @@ def _prepare_image(args: EncodeArgs, sample: Sample) -> Tensor | None:
 
 
 def _encode_batch(
-    args: EncodeArgs, samples: Sequence[Sample], images: Sequence[Tensor | None], truncated: dict[str, int],
+    args: EncodeArgs, samples: Sequence[Sample], images: Sequence[Tensor | None], counts: dict[str, int],
 ) -> dict[str, Array]:  # fmt: skip
     """Return the values of each dataset for a batch of samples."""
     fields, names = dict(args.fields), [sample.name for sample in samples]
     columns: dict[str, Array] = {}
     if args.size is not None:
+        counts["over_white"] += sum(sample.over_white for sample in samples)
         columns["moments"] = load_networks(args.networks).encode(torch.stack([x for x in images if x is not None])).numpy()
     for name in fields:
         if name in args.encoded:
             captions = [sample.caption or "" for sample in samples]
             vectors, count = load_networks(args.networks).text_encoders[name].encode(captions, names)
-            columns[name], truncated[TRUNCATED[name]] = vectors.numpy(), truncated[TRUNCATED[name]] + count
+            columns[name], counts[TRUNCATED[name]] = vectors.numpy(), counts[TRUNCATED[name]] + count
         elif name not in columns:
             columns[name] = np.stack([_stored_values(sample, name, fields[name].shape) for sample in samples])
     return {name: values if name == "level" else _to_float16(values, name, names) for name, values in columns.items()}
@@ -289,7 +292,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
     text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_format_size(header['image'])}, latents of "
             f"{_format_size([header['latents'], *header['size']])}; {_describe_networks(header)}")  # fmt: skip
     return command.Plan(recipe, jobs, header, text, finalize=partial(_finalize, options, args, header),
-                        config="flux" if header["pooled"] else "sd2")  # fmt: skip
+                        config="flux" if header["pooled"] else "sd2",
+                        refused=[item for group in parts.values() for item in captioned.list_unread(group)])  # fmt: skip
 
 
 def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any], out: Path) -> None:
@@ -433,7 +437,7 @@ def _print_statistics(out: Path) -> None:
             print("warning: expected about 1; is the scale of the autoencoder that of its weights?")
         for name, count in part["cut"].items():
             if count:
-                print(f"{split}: {count} captions were truncated for {name.removesuffix('_cut')}")
+                print(f"{split}: {count} {COUNTED[name]}")
 
 
 # ---- check

@@ -104,9 +104,10 @@ def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
             raise
         raise DataError(f"{path}: cannot be read as NIfTI compressed by gzip ({problem}); {advice}") from None
     affine = np.diag([*[MILLIMETRES.get(unit, 1.0)] * 3, 1.0]) @ image.affine
-    by_affine = np.linalg.norm(affine[:3, :3], axis=0)
-    if (np.abs(by_affine / pixdim - 1) > MAX_MISMATCH).any():
-        text = f"voxels are {tuple(pixdim.tolist())} mm apart by pixdim and {tuple(by_affine.tolist())} mm by the affine"
+    lengths = np.linalg.norm(affine[:3, :3], axis=0)
+    if (np.abs(lengths / pixdim - 1) > MAX_MISMATCH).any():
+        by_pixdim, by_affine = (tuple(values.round(6).tolist()) for values in (pixdim, lengths))
+        text = f"voxels are {by_pixdim} mm apart by pixdim and {by_affine} mm by the affine"
         raise DataError(f"{path}: {text}; correct the wrong one")
     return nibabel.funcs.squeeze_image(image), affine, tuple(pixdim.tolist())
 

@@ -3,7 +3,9 @@
 import io
 import json
 import shutil
+import struct
 import tarfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,7 @@ from PIL import Image
 from data_prep import captioned, encoders, latents, store
 from hpcai import dist
 from hpcai.data.splits import open_split
-from hpcai.errors import MissingExtraError
+from hpcai.errors import DataError, MissingExtraError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network, save_folder
 from hpcai.settings import LoaderConfig
 from tests.captions import WORDS, save_tokenizer
@@ -202,7 +204,7 @@ def test_the_index_has_all_metadata_of_a_model(dataset: Path, pipeline: Path) ->
     part = read_json(dataset / "statistics.json")["splits"]["train"]
     means = columns(dataset / "train")["moments"][:, :L].astype(float)
     assert part["means"]["mean"] == pytest.approx(means.mean((0, 2, 3)), abs=1e-6)
-    assert part["rows"] == 7 and part["cut"] == {"tokens_cut": 0, "pooled_cut": 0}
+    assert part["rows"] == 7 and part["cut"] == {"tokens_cut": 0, "pooled_cut": 0, "over_white": 0}
 
 
 def test_a_stopped_run_resumes_and_ranks_write_the_same_bytes(
@@ -263,11 +265,13 @@ def test_encoders_are_named_separately_and_captions_may_be_absent(
     check_rows(tmp_path / "three", pipeline, ["moments"])
 
 
-def test_long_captions_are_refused_by_name_or_truncated_and_counted(
+def test_long_captions_and_transparent_or_unread_images_are_counted(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_images(tmp_path / "in")
     long = (folder / "04.txt").write_text("cat " * 20) and "cat " * 20
+    (folder / "06.png").write_bytes(encode(np.dstack([picture(6), picture(7)[..., 0]])))
+    (folder / "6.tif").write_bytes(encode(picture(6), "tiff"))
     args = [folder, tmp_path / "out", "--model", pipeline, *SMALL]
     assert convert(*args) == 2
     assert f"{folder / '04.npy'}: a caption of 21 tokens, {pipeline / 'text_encoder_2'} takes {N}" in capsys.readouterr().err
@@ -275,6 +279,8 @@ def test_long_captions_are_refused_by_name_or_truncated_and_counted(
     output = capsys.readouterr().out
     split = "train" if 4 in split_numbers()["train"] else "validation"
     assert f"{split}: 1 captions were truncated for tokens" in output and f"{split}: 1 captions were truncated for pooled" in output
+    assert "1 images had transparent pixels" in output and "refused: 1 of 11 items: " in output
+    assert "6.tif: .tif is not read; convert it to .png" in output
     row = split_numbers()[split].index(4)
     expected = expected_row(pipeline, 4, long)["tokens"].numpy()
     assert columns(tmp_path / "truncated" / split)["tokens"][row] == pytest.approx(expected, abs=2e-3)
@@ -295,6 +301,39 @@ def test_images_are_rotated_by_exif_and_fill_the_size(tmp_path: Path) -> None:
     gray.save(tmp_path / "gray.webp", lossless=True)
     resized = captioned.resize_and_crop(captioned.Sample("x", image=(tmp_path / "gray.webp").read_bytes()), (16, 16), False)
     assert (resized == torch.tensor(200 / 127.5 - 1)).all()
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("RGBA", "PNG"), ("RGBA", "WEBP"), ("LA", "PNG"), ("PA", "PNG")])
+def test_transparent_pixels_are_laid_over_white(mode: str, kind: str) -> None:
+    def decode(hidden: int) -> torch.Tensor:
+        pixels = np.full((16, 16, 4), (hidden, hidden, hidden, 0), np.uint8)
+        pixels[:, 8:] = (40, 40, 40, 255)
+        pixels[:, 12:, 3] = 128 if mode != "PA" else 255
+        image = Image.fromarray(pixels).quantize() if mode == "PA" else Image.fromarray(pixels).convert(mode)
+        image.save(buffer := io.BytesIO(), kind, lossless=True, exact=True)
+        sample = captioned.Sample("x", image=buffer.getvalue())
+        result = captioned.resize_and_crop(sample, (16, 16), False)
+        assert sample.over_white
+        return (result * 127.5 + 127.5).round()
+
+    image = decode(0)
+    assert (image == decode(200)).all() and (image[:, :, :8] == 255).all() and (image[:, :, 8:12] == 40).all()
+    assert (image[:, :, 12:] == (40 if mode == "PA" else 147)).all()
+
+
+def test_an_opaque_alpha_changes_nothing_and_16_bits_are_refused() -> None:
+    opaque = captioned.Sample("x", image=encode(np.dstack([picture(1), np.full_like(picture(1)[..., 0], 255)])))
+    plain = captioned.Sample("x", image=encode(picture(1)))
+    assert torch.equal(*(captioned.resize_and_crop(sample, (SIZE, SIZE), False) for sample in (opaque, plain)))
+    assert not opaque.over_white
+    header = struct.pack(">4sIIBBBBB", b"IHDR", 16, 16, 16, 2, 0, 0, 0)
+    parts = (header, b"IDAT" + zlib.compress(bytes(16 * (1 + 16 * 6))), b"IEND")
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(part) - 4) + part + struct.pack(">I", zlib.crc32(part)) for part in parts
+    )
+    assert np.asarray(Image.open(io.BytesIO(data))).dtype == np.uint8, "Pillow drops the lower bits"
+    with pytest.raises(DataError, match="scan.png: pixels of more than 8 bits"):
+        captioned.resize_and_crop(captioned.Sample("scan.png", image=data), (16, 16), False)
 
 
 # ---- MLPerf's layouts
