@@ -340,7 +340,7 @@ def _decode_image(sample: Sample) -> Array:
     try:
         with Image.open(io.BytesIO(sample.image), formats=("PNG", "JPEG", "WEBP")) as opened:  # of others, EPS starts Ghostscript
             mode, image = opened.mode, ImageOps.exif_transpose(opened)
-            if image.has_transparency_data and image.convert("RGBA").getextrema()[3][0] < 255:
+            if image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255:
                 sample.over_white = True
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
             values = np.asarray(image.convert("RGB"))
