@@ -152,14 +152,28 @@ def test_templates_are_read_from_a_list_or_a_separate_file(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("template", "messages", "error"),
     [
-        ("{{ messages[0]['content'] + 'x' }}", [{"content": None}], "chat template: unsupported operand"),
+        ("{{ messages[0]['content'] + 1 }}", [{"role": "user", "content": ""}], "chat template: can only concatenate str"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [], "chat template: .*unsafe"),
         ("x", "text", "messages: a str, expected a list such as"),
+        ("x", [{"role": "user"}], "messages: one has role, expected role and content"),
+        ("x", [{"role": "user", "content": 3}], "messages: the content of one is a int, expected text"),
+        ("x", [{"role": "user", "content": [{"type": "image_url"}]}], "messages: one has parts of type image_url, expected text"),
+        ("x", [{"from": "observation", "value": "a"}], "messages: one is from 'observation', expected human, user, gpt"),
     ],
 )
 def test_a_wrong_template_or_message_is_an_error(tmp_path: Path, template: str, messages: Any, error: str) -> None:
     with pytest.raises(DataError, match=error):
         Tokenizer.load(with_template(tmp_path / "t", template)).chat(messages)
+
+
+def test_contents_in_parts_null_and_sharegpt_are_rendered_as_text(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %} calls{% endif %}. {% endfor %}"
+    tokenizer = Tokenizer.load(with_template(tmp_path / "t", template))
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    rendered = tokenizer.decode(tokenizer.chat([
+        {"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [1]},
+        {"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}])[0])  # fmt: skip
+    assert rendered == "user: ab. assistant:  calls. user: c. assistant: d. "
 
 
 # ---- invalid files and ids
