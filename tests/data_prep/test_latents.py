@@ -4,7 +4,7 @@ import io
 import json
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.data_prep.prep_contract import columns, content, damage, read_json
 
 _REASON = "transformers is not installed: captions are NOT tested; pip install hpcai-suite[latents]"
 transformers: Any = pytest.importorskip("transformers", reason=_REASON)
+pytestmark = pytest.mark.usefixtures("quiet_hugging_face")
 
 SIZE, SIDE, L, N = 16, 4, 2, 7
 IMAGES, POSITIONS, J, POOLED = 10, 9, 8, 12
@@ -34,15 +35,6 @@ SMALL = ["--size", SIZE, "--validation", 3, "--rows", 3, "--batch", 2, "--length
 
 
 # ---- networks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 @pytest.fixture(scope="module")
