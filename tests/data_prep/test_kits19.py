@@ -15,7 +15,7 @@ from data_prep import kits19, nifti, phantom
 from hpcai.cli.check import Options, check_dataset
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import preprocess
-from tests.data_prep.prep_contract import PrepContract, cache_results, check_fails, read_json, runner
+from tests.data_prep.prep_contract import PrepContract, cache_results, check_error, check_fails, read_json, runner
 
 SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
 GRID = ["--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32"]
@@ -158,6 +158,16 @@ def save(folder, image=None, label=None):
     return folder
 
 
+def write_with_header(folder, image, **fields):
+    """Write an image whose header has other values, which nibabel would check or apply to the voxels."""
+    raw = bytearray(image.to_bytes())
+    header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(bytes(raw)), check=False)
+    for name, value in fields.items():
+        header[name] = value
+    raw[:348] = header.binaryblock
+    (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
+
+
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (0, 2, 1)])
 def test_axes_in_another_order_give_the_same_volume(public, tmp_path, order):
     source, folder = public / "case_00001", tmp_path / "case_00001"
@@ -172,16 +182,10 @@ def test_axes_in_another_order_give_the_same_volume(public, tmp_path, order):
 
 def test_slope_and_intercept_are_applied(public, tmp_path):
     image, label = load_volumes(public / "case_00001")
-    scaled = nibabel.Nifti1Image(np.asarray(image.dataobj) // 2, image.affine)
-    scaled.header.set_slope_inter(2, -3)
-    raw = bytearray(scaled.to_bytes())
-    header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(bytes(raw)), check=False)
-    header["scl_slope"], header["scl_inter"] = 2, -3
-    raw[:348] = header.binaryblock
-    raw[352:] = (np.asarray(image.dataobj) // 2).astype(np.int16).tobytes(order="F")
+    values = np.asarray(image.dataobj) // 2
     folder = save(tmp_path, label=label)
-    (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
-    assert (nifti.read(folder)[0] == np.asarray(image.dataobj) // 2 * 2.0 - 3).all()
+    write_with_header(folder, nibabel.Nifti1Image(values, image.affine), scl_slope=2, scl_inter=-3)
+    assert (nifti.read(folder)[0] == values * 2.0 - 3).all()
 
 
 def rotate(affine, degrees=5):
@@ -198,11 +202,8 @@ def translate(affine):
 
 
 def set_pixdim(folder, value):
-    raw = bytearray(load_volumes(folder)[0].to_bytes())
-    header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(bytes(raw)), check=False)
-    header["pixdim"][2] = value
-    raw[:348] = header.binaryblock
-    (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
+    image = load_volumes(folder)[0]
+    write_with_header(folder, image, pixdim=np.where(np.arange(8) == 2, value, image.header["pixdim"]))
 
 
 def flip_byte(data):
@@ -256,8 +257,7 @@ def test_a_faulty_case_is_refused_with_its_name(public, tmp_path, capsys, fault)
     damage, name, messages = FAULTS[fault]
     damage(tmp_path / "in" / "case_00001")
     assert run("convert", tmp_path / "in", tmp_path / "out", *GRID) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and all(text in error for text in (f"case_00001/{name}", *messages)), error
+    check_error(capsys, f"case_00001/{name}", *messages)
     assert not list((tmp_path / "out" / "train").glob("*")) and not list((tmp_path / "out").rglob("*.partial"))
 
 

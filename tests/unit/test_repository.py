@@ -33,7 +33,7 @@ def test_reference_data_are_small_and_each_folder_has_a_readme() -> None:
 def test_community_files_agree_with_the_repository() -> None:
     from hpcai import __version__
 
-    pages = {name: (ROOT / name).read_text() for name in ("SECURITY.md", "CONTRIBUTING.md", "docs/install.md")}
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "docs/install.md")}
     for name, text in pages.items():
         for path in re.findall(r"`((?:tests|apps|hpcai|docs)/[a-z_./-]*)[` ]", text):
             assert (ROOT / path).exists(), f"{name} names {path}"
