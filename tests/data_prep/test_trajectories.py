@@ -4,7 +4,6 @@ import json
 import lzma
 import re
 import zlib
-from contextlib import contextmanager
 
 import ase.build
 import ase.calculators.emt
@@ -93,18 +92,12 @@ def test_a_real_relaxation_is_converted(tmp_path):
     assert np.abs(part["forces"].reshape(arrays["forces"].shape) - arrays["forces"]).max() < 1e-5
 
 
-@contextmanager
-def open_lmdb(path):
-    with lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24) as env, env.begin(write=True) as transaction:
-        yield transaction
-
-
 def write_aselmdb(path, atoms_list, method="vasp"):
     """Write an .aselmdb file in the format of ase-db-backends."""
     def array(values):
         values = np.asarray(values)
         return {"__ndarray__": [list(values.shape), str(values.dtype), values.ravel().tolist()]}
-    with open_lmdb(path) as transaction:
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24) as env, env.begin(write=True) as transaction:
         for n, atoms in enumerate(atoms_list, 1):
             arrays = {"numbers": atoms.numbers, "positions": atoms.positions, "pbc": atoms.pbc, "cell": atoms.cell.array,
                       "forces": atoms.calc.results["forces"], "tags": atoms.get_tags()}  # fmt: skip
