@@ -28,7 +28,7 @@ from data_prep import documents, packing, store, text
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
-from tests.data_prep.prep_contract import check_fails, content, read_json, set_to
+from tests.data_prep.prep_contract import check_error, check_fails, content, read_json, set_to, write_files
 from tests.reference_data import DATA
 
 GOLDEN = str(DATA / "llm" / "tokenizer")
@@ -46,13 +46,6 @@ DOCUMENTS = Counter([*NOTES.values(), *LINES, *TABLE, *SEQUENCES])
 
 def json_lines(texts: Sequence[str]) -> bytes:
     return b"".join(json.dumps({"id": n, "text": each}).encode() + b"\n" for n, each in enumerate(texts))
-
-
-def write_files(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -526,8 +519,7 @@ def test_unusable_sources_are_refused_by_name(case: str, tmp_path: Path, capsys:
     tokenizer = [] if "--tokenizer" in options else ["--tokenizer", "bytes"]
     held_out = [] if "--held-out" in options else ["--held-out", 0]
     assert convert(tmp_path / "in", tmp_path / "out", "--sequence", T, *held_out, *tokenizer, *options) == 2
-    output = capsys.readouterr().err
-    assert output.startswith("error: ") and error in output and output.count("\n") == 1, output
+    check_error(capsys, error)
 
 
 @pytest.mark.parametrize(
