@@ -507,7 +507,7 @@ REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
     "text for answers": ({"a.txt": b"a"}, ["--prompt", "q", "--answer", "a"], "has no fields, expected .jsonl, .json, .csv"),
     "no messages": ({"a.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}'}, ["--chat", "--tokenizer", GOLDEN],
                     "a.jsonl: line 1: nothing that is an answer"),
-    "refused by the template": ({"a.jsonl": b'{"messages": [{"role": "tool"}]}'}, ["--chat", "--tokenizer", GOLDEN],
+    "refused by the template": ({"a.jsonl": b'{"messages": [{"role": "tool", "content": ""}]}'}, ["--chat", "--tokenizer", GOLDEN],
                                 "tokenizer.json: chat template: unknown role: tool; more than --bad 0.01"),
 }  # fmt: skip
 
