@@ -190,8 +190,8 @@ def _read_array(path: Path) -> Iterator[Mapping[str, Any] | Unusable]:
         text = decoder.decode(next(blocks))
         at = text.index("[") + 1
         while True:
-            found = _VALUE.search(text, at)
-            at = found.start() if found else len(text)
+            value_begin = _VALUE.search(text, at)
+            at = value_begin.start() if value_begin else len(text)
             if text.startswith("]", at):
                 return
             try:

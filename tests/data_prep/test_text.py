@@ -308,11 +308,11 @@ def test_tables_arrays_and_compressed_lines_have_a_document_for_each_record(
 def test_unusable_tables_and_arrays_are_refused(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
     path = write_files(tmp_path, {name: data}) / name
     try:
-        found = next(item.reason for item in read_file(path) if isinstance(item, documents.Unusable))
+        reported = next(item.reason for item in read_file(path) if isinstance(item, documents.Unusable))
     except DataError as problem:
-        found = str(problem)
-        assert found.startswith(f"{path}: ") and "\n" not in found
-    assert reason in found
+        reported = str(problem)
+        assert reported.startswith(f"{path}: ") and "\n" not in reported
+    assert reason in reported
 
 
 def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
