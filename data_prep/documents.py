@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from data_prep import store
 from data_prep.extras import import_extra
@@ -217,13 +217,12 @@ def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file from offset ``begin``. Raises DataError if the file is truncated or damaged."""
     try:
         with path.open("rb") as file:
-            if path.suffix == ".gz":
-                blocks = _read_gzip(file)
-            elif path.suffix == ".zst":
+            if path.suffix == ".zst":
                 blocks = _read_zstd(file, path)
             else:
-                file.seek(begin)
-                blocks, begin = iter(lambda: file.read(BLOCK), b""), 0
+                plain = cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
+                plain.seek(begin)
+                blocks, begin = iter(lambda: plain.read(BLOCK), b""), 0
             for block in blocks:
                 if begin < len(block):
                     yield block[begin:]
@@ -232,12 +231,6 @@ def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
         raise DataError(f"{path}: damaged or truncated ({problem}); {REMEDY}") from problem
     except OSError as problem:
         raise DataError(f"{path}: cannot be read ({problem.strerror}); repair that, or leave it out") from problem
-
-
-def _read_gzip(file: IO[bytes]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as unpacked:
-        while block := unpacked.read(BLOCK):
-            yield block
 
 
 def _read_zstd(file: IO[bytes], path: Path) -> Iterator[bytes]:

@@ -51,11 +51,9 @@ def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.f
 
 
 def _check_values(path: Path, fields: NDArray[np.float32]) -> None:
-    finite = np.isfinite(fields)
     for channel, (name, variable) in enumerate(VARIABLES.items()):
         values = fields[..., channel]
-        if not finite[..., channel].all():
-            bad = ~finite[..., channel]
+        if (bad := ~np.isfinite(values)).any():
             rows = np.flatnonzero(bad.any(1))
             pole = ", at a pole" if rows[0] == 0 or rows[-1] == len(bad) - 1 else ""
             where = f"{bad.sum()} cells in rows {rows[0]} to {rows[-1]} of 0 to {len(bad) - 1}{pole}"
