@@ -251,17 +251,13 @@ class OutputFile:
     attributes: dict[str, Any]
 
 
-def _check_tfrecord(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(12)
-    if not tfrecord.is_tfrecord(head):
-        begin = f"begins with bytes {head.hex(' ')}" if head else "is empty"
-        raise DataError(f"{path}: {begin}, expected a TFRecord or gzip file; fetch it again, or move it away")
-
-
 def convert_files(output: OutputFile, path: Path) -> None:
-    for source in output.sources:
-        _check_tfrecord(output.root / source)
+    for source in (output.root / name for name in output.sources):
+        with source.open("rb") as file:
+            head = file.read(12)
+        if head[:3] != tfrecord.GZIP and not tfrecord.is_header(head):
+            begin = f"begins with bytes {head.hex(' ')}" if head else "is empty"
+            raise DataError(f"{source}: {begin}, expected a TFRecord or gzip file; fetch it again, or move it away")
     try:
         _convert_records(output, path, len(output.sources))
     except _RowCountError:                      # not one record per file as in the public set: count first

@@ -58,12 +58,8 @@ def _example_class() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
 
 
-def is_tfrecord(head: bytes) -> bool:
-    """Return whether the first 12 bytes are those of a TFRecord or gzip file."""
-    return head[:3] == GZIP or _is_header(head)
-
-
-def _is_header(head: bytes) -> bool:
+def is_header(head: bytes) -> bool:
+    """Return whether the first 12 bytes are those of an uncompressed record."""
     return len(head) >= 12 and struct.unpack("<I", head[8:12])[0] == _masked_crc(head[:8])
 
 
@@ -71,7 +67,7 @@ def _open(path: Path) -> tuple[IO[bytes], str]:
     with path.open("rb") as file:
         head = file.read(12)
     # A plain record can begin with the magic bytes of gzip; then its checksum is right.
-    if head[:3] == GZIP and not _is_header(head):
+    if head[:3] == GZIP and not is_header(head):
         return cast(IO[bytes], gzip.open(path, "rb")), " of the decompressed file"
     return path.open("rb"), ""
 
@@ -97,7 +93,7 @@ def read_payloads(path: Path) -> Iterator[tuple[str, bytes]]:
                 return
             if len(head) < 12:
                 raise DataError(f"{path}: truncated in the record at {at}: {len(head)} bytes of a header of 12; fetch it again")
-            if not _is_header(head):
+            if not is_header(head):
                 raise DataError(f"{path}: wrong checksum of the length in the record at {at}: corrupt; fetch the file again")
             (length,) = struct.unpack("<Q", head[:8])
             if length > MAX_RECORD:

@@ -161,14 +161,7 @@ def _traj(path: Path, name: str) -> Iterator[FrameReader]:
 
     with trajectory:
         for index in range(len(trajectory)):
-            yield _row_reader(f"{path}: frame {index}", partial(read, index))
-
-
-def _row_reader(where: str, parse: Callable[[], Frame]) -> FrameReader:
-    def read() -> Frame:
-        with _located_errors(where):
-            return parse()
-    return read
+            yield _located_errors(f"{path}: frame {index}")(partial(read, index))
 
 
 def _from_atoms(atoms: Any, name: str, index: int, about: dict[str, Any], reference: float = 0.0) -> Frame:
@@ -245,7 +238,7 @@ with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False, m
 """
 
 
-def _lmdb(path: Path, parse: Callable[[bytes, int], Frame]) -> Iterator[FrameReader]:
+def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:
     """Yield a reader for each value with a number for its key. LMDB maps the file, and a damaged one may crash the process that
     reads it: therefore a child process does."""
     import_extra("lmdb", "reading LMDB files", "opencatalyst")
@@ -259,7 +252,7 @@ def _lmdb(path: Path, parse: Callable[[bytes, int], Frame]) -> Iterator[FrameRea
                 value = child.stdout.read(length)
                 if len(value) < length:
                     break
-                yield _row_reader(f"{path}: frame {index} (row {key})", partial(parse, value, index))
+                yield _located_errors(f"{path}: frame {index} (row {key})")(partial(_parse_row, value, name, index))
                 index += 1
             errors, code = child.stderr.read().decode(errors="replace").strip().splitlines(), child.wait()
         finally:
@@ -268,16 +261,12 @@ def _lmdb(path: Path, parse: Callable[[bytes, int], Frame]) -> Iterator[FrameRea
         raise DataError(f"{path}: {errors[-1] if errors else f'the process that read it crashed ({code})'}; {ADVICE}")
 
 
-def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:
-    def take(value: bytes, index: int) -> Frame:
-        unpacker = zlib.decompressobj()
-        row = _decode_arrays(json.loads(unpacker.decompress(value, MAX_BYTES)))
-        about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
-        fixed = _fixed_atoms(len(row["numbers"]), row.get("constraints", []))
-        return _make_frame(name, index, about, row["numbers"], row["positions"], row["cell"], row["pbc"], row.get("energy"),
-                      row.get("forces"), row.get("tags"), fixed, 0.0, row.get("calculator"))  # fmt: skip
-
-    return _lmdb(path, take)
+def _parse_row(value: bytes, name: str, index: int) -> Frame:
+    row = _decode_arrays(json.loads(zlib.decompressobj().decompress(value, MAX_BYTES)))
+    about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
+    fixed = _fixed_atoms(len(row["numbers"]), row.get("constraints", []))
+    return _make_frame(name, index, about, row["numbers"], row["positions"], row["cell"], row["pbc"], row.get("energy"),
+                       row.get("forces"), row.get("tags"), fixed, 0.0, row.get("calculator"))  # fmt: skip
 
 
 def _decode_arrays(value: Any) -> Any:

@@ -20,7 +20,7 @@ ALLOWED = {
     "models/cosmoflow/load.py: from_keras": "reads a file of weights",
     "models/cosmoflow/model.py: _to_tensor": "inference on NumPy arrays",
     "models/cosmoflow/model.py: to_physical": "results of inference",
-    "models/deepcam/model.py: segment": "inference on NumPy arrays", "models/dimenet/formats.py: _tensors": "reads files",
+    "models/deepcam/model.py: segment": "inference on NumPy arrays",
     "models/dimenet/graph.py: collate": "collates on the host", "models/diffusion/model.py: _per_channel": "results of inference",
     "models/llm/generation.py: sample_tokens": "copies each token to the host",
     "models/openfold/folding.py: prepare_features": "inference on NumPy arrays",
