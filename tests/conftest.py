@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from hpcai.dist.host import ManualGC
 from tests.ranks import launch
 
 settings.register_profile("house", deadline=None, derandomize=True, database=None, max_examples=40)
@@ -67,6 +68,7 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection: each run collects at its start."""
     gc.collect()
     gc.freeze()
+    ManualGC.blocks += 1
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

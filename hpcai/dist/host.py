@@ -26,6 +26,8 @@ class ManualGC:
     A collection on one rank makes all others wait at the next collective. Here all ranks collect at the same step.
     """
 
+    blocks = 0  # of this process that have frozen objects: gc.get_freeze_count() visits each object
+
     def __init__(self, every: int | None) -> None:
         if every is not None and every < 1:
             raise ConfigError(f"garbage collection every {every} steps; expected at least 1, or null to leave it to Python")
@@ -33,7 +35,7 @@ class ManualGC:
 
     def __enter__(self) -> "ManualGC":
         if self.every is not None:
-            self._was_enabled, self._frozen = gc.isenabled(), gc.get_freeze_count()
+            self._was_enabled, ManualGC.blocks = gc.isenabled(), ManualGC.blocks + 1
             gc.collect()
             gc.freeze()
             gc.disable()
@@ -45,7 +47,8 @@ class ManualGC:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.every is not None:
-            if not self._frozen:  # by an outer block, which still needs them
+            ManualGC.blocks -= 1
+            if not ManualGC.blocks:
                 gc.unfreeze()
             if self._was_enabled:
                 gc.enable()

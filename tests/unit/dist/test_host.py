@@ -116,7 +116,8 @@ def test_pages_of_freed_tensors_are_reused_unless_malloc_is_configured() -> None
 
 
 @pytest.fixture
-def nothing_frozen() -> Iterator[None]:
+def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ManualGC, "blocks", 0)
     gc.unfreeze()
     yield
     gc.freeze()
