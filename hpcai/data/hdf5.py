@@ -15,10 +15,10 @@ from hpcai.data.catalog import Catalog, read_catalog
 from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.file_cache import FileCache
 from hpcai.data.index import INDEX
-from hpcai.data.layout import Layout, UnreadableLayoutError, is_finite
+from hpcai.data.layout import Layout, UnreadableLayoutError, is_finite, parse_errors
 from hpcai.data.layout import hdf5_layout as layout_of
 from hpcai.data.readers import open_reader
-from hpcai.data.table import ABSENT, HDF5_ONLY, HEAD_BYTES, DatasetLayouts, Table, head_checksum, naming_file
+from hpcai.data.table import ABSENT, HDF5_ONLY, HEAD_BYTES, DatasetLayouts, Table, head_checksum
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
@@ -139,7 +139,7 @@ class Rows:
             return table.columns[name].copy()
         parts = []
         for path in self.paths:
-            with self._lock, self._open(path) as file, naming_file(path, f"it is damaged{self.remedy}"):
+            with self._lock, self._open(path) as file, parse_errors(path, f"it is damaged{self.remedy}"):
                 parts.append(file[name][...])
         return np.concatenate(parts)
 
@@ -229,7 +229,7 @@ class Rows:
             reason = "no such file" if not path.exists() else f"not a complete HDF5 file ({problem})"
             raise DataError(f"{path}: {reason}{self.remedy}") from problem
         try:
-            with naming_file(path, f"it is damaged{self.remedy}"):
+            with parse_errors(path, f"it is damaged{self.remedy}"):
                 self._check_datasets(path, file)
         except BaseException:
             file.close()
@@ -242,7 +242,7 @@ class Rows:
             if table is not None and all(self._in_table(name, number) for name in names):
                 self._info[path] = self._from_table(path, table)
             else:
-                with self._lock, self._open(path) as file, naming_file(path, f"it is damaged{self.remedy}"):
+                with self._lock, self._open(path) as file, parse_errors(path, f"it is damaged{self.remedy}"):
                     self._info[path] = self._inspect(path, file)
         return self._info[path]
 
