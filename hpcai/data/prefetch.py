@@ -137,11 +137,10 @@ class PrefetchQueue:
         """Return the next task, or None if there is none or the budget is exhausted."""
         if self._closed or self._failure is not None:
             return None
-        if self._upcoming is None:
-            while self._feeds and self._upcoming is None:
-                self._upcoming = next(self._feeds[0], None)
-                if self._upcoming is None:
-                    self._feeds.popleft()
+        while self._feeds and self._upcoming is None:
+            self._upcoming = next(self._feeds[0], None)
+            if self._upcoming is None:
+                self._feeds.popleft()
         task = self._upcoming
         if task is None:
             return None
