@@ -238,17 +238,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     add_ranges_option(parser)
 
 
-def _check_tfrecord(path: Path) -> None:
-    with path.open("rb") as file:
-        head = file.read(12)
-    if not tfrecord.is_tfrecord(head):
-        begin = f"begins with bytes {head.hex(' ')}" if head else "is empty"
-        raise DataError(f"{path}: {begin}, expected a TFRecord or gzip file; fetch it again, or move it away")
-
-
 def convert_files(root: Path, sources: Sequence[str], channels: int, attributes: dict[str, Any], path: Path) -> None:
-    for source in sources:
-        _check_tfrecord(root / source)
     convert = partial(_convert_records, root, sources, channels, attributes, path)
     try:
         convert(len(sources))

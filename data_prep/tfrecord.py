@@ -58,11 +58,6 @@ def _example_class() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
 
 
-def is_tfrecord(head: bytes) -> bool:
-    """Return whether the first 12 bytes are those of a TFRecord or gzip file."""
-    return head[:3] == GZIP or _is_header(head)
-
-
 def _is_header(head: bytes) -> bool:
     return len(head) >= 12 and struct.unpack("<I", head[8:12])[0] == _masked_crc(head[:8])
 
@@ -70,10 +65,12 @@ def _is_header(head: bytes) -> bool:
 def _open(path: Path) -> tuple[IO[bytes], str]:
     with path.open("rb") as file:
         head = file.read(12)
-    # A plain record can begin with the magic bytes of gzip; then its checksum is right.
-    if head[:3] == GZIP and not _is_header(head):
+    if _is_header(head):                        # also of a plain record that begins with the magic bytes of gzip
+        return path.open("rb"), ""
+    if head[:3] == GZIP:
         return cast(IO[bytes], gzip.open(path, "rb")), " of the decompressed file"
-    return path.open("rb"), ""
+    begin = f"begins with bytes {head.hex(' ')}" if head else "is empty"
+    raise DataError(f"{path}: {begin}, expected a TFRecord or gzip file; fetch it again, or move it away")
 
 
 def _read(file: IO[bytes], size: int, path: Path, at: str) -> bytes:
