@@ -20,6 +20,8 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -333,7 +335,7 @@ class _Input:
     def validate(self) -> pydantic.BaseModel:
         suggested: set[Key] = set()
         for key in list(self.schema.unknown_keys(self.tree)):
-            near, parent = self.schema.suggest(key), _lookup(self.tree, key[:-1])
+            near, parent = self.schema.suggest(key), reduce(getitem, key[:-1], self.tree)
             suggested |= set(near)
             names = [name for option in self.schema.at(key[:-1]) for name in option.get("properties", ())]
             hint = f"did you mean {' or '.join(map(format_key, near))}?" if near else f"the keys here are {join_names(names)}"
@@ -363,16 +365,10 @@ class _Input:
                 sentence = " ".join(str(error["ctx"]["error"]).split())
                 self.errors.append((origin, f"{format_key(key)}: {sentence}" if key else sentence))
             elif kind == "wrong":
-                self.errors.append((origin, self.schema.error_message(key, _lookup(tree, key))))
+                self.errors.append((origin, self.schema.error_message(key, reduce(getitem, key, tree))))
             elif key not in suggested:
                 expected = self.schema.describe(self.schema.at(key))
                 self.errors.append((origin, f"{format_key(key)} is missing, expected {expected}"))
-
-
-def _lookup(tree: Any, key: Key) -> Any:
-    for name in key:
-        tree = tree[name]
-    return tree
 
 
 def _locate(error: Any, tree: Any) -> tuple[Key, str]:
