@@ -2,17 +2,25 @@
 
     any text                  the file is a document
     .jsonl .ndjson .json      each line is a document, a JSON object
-    .parquet                  each row is a document
+    .json that begins with [  each object of the array is a document
+    .parquet .csv .tsv        each row is a document
     .fasta .fa .faa .a3m      each sequence is a document, without gaps, and in A3M without insertions (lower-case letters)
 
-All but .parquet may be compressed: .gz or .zst. An unusable document is yielded as ``Unusable`` if the rest of the file can be
-read; a truncated file raises DataError.
+All but .parquet may be compressed, which their first bytes show: gzip, Zstandard, xz or bzip2. An unusable document is yielded as
+``Unusable`` if the rest of the file can be read; a truncated file raises DataError.
 """
 
+import bz2
+import codecs
+import csv
 import gzip
+import json
+import lzma
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,9 +35,15 @@ TEXT_CHUNK = 1 << 20                            # characters of a text that are 
 TABLE_ROWS = 256                                # rows of .parquet in memory
 _ZSTD_BLOCK = 1 << 12                           # compressed bytes, which may decompress to 32,000 times as many
 REMEDY = "copy or write it again"
-PACKED = (".gz", ".zst")
-KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "table", ".fasta": "sequences", ".fa": "sequences",
-         ".faa": "sequences", ".a3m": "aligned"}  # fmt: skip
+PACKED = (".gz", ".zst", ".xz", ".bz2")
+KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "table", ".csv": "csv", ".tsv": "csv",
+         ".fasta": "sequences", ".fa": "sequences", ".faa": "sequences", ".a3m": "aligned"}  # fmt: skip
+_VALUE = re.compile(r"[^\s,]")                  # the begin of a value of an array, or its end
+WHOLE = ("text", "csv", "array")                # kinds of files that are read by one process
+_COMPRESSION = {
+    rb"\x1f\x8b": ".gz", rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2aM\x18": ".zst", rb"\xfd7zXZ\0": ".xz", rb"BZh\d1AY&SY": ".bz2",
+    rb"7z\xbc\xaf": ".7z", rb"Rar!\x1a": ".rar", rb"PK\x03\x04": ".zip", rb"\x04\x22M\x18": ".lz4",
+}  # fmt: skip
 
 
 class NotTextError(DataError):
@@ -55,9 +69,19 @@ class Piece:
 
 
 def file_kind(path: Path) -> str:
-    """Return ``text``, ``lines``, ``table``, ``sequences`` or ``aligned``."""
-    plain = path.with_suffix("") if path.suffix in PACKED else path
-    return KINDS.get(plain.suffix.lower(), "text")
+    """Return ``text``, ``lines``, ``array``, ``table``, ``csv``, ``sequences`` or ``aligned``."""
+    suffix = (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
+    if suffix == ".json" and next(read_blocks(path), b"").removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        return "array"
+    return KINDS.get(suffix, "text")
+
+
+def compression(path: Path) -> str:
+    """Return the ending of compressed files of the format of a file, by its first bytes or otherwise its name, or "" for none."""
+    with path.open("rb") as file:
+        head = file.read(16)
+    known = next((ending for magic, ending in _COMPRESSION.items() if re.match(magic, head)), "")
+    return known or (path.suffix.lower() if path.suffix.lower() in PACKED else "")
 
 
 def file_size(path: Path) -> tuple[int, int, str]:
@@ -67,7 +91,7 @@ def file_size(path: Path) -> tuple[int, int, str]:
         with _open_table(path) as table:
             groups = [table.metadata.row_group(n) for n in range(table.metadata.num_row_groups)]
         return len(groups), sum(group.total_byte_size for group in groups), store.digest(path)
-    length = path.stat().st_size if path.suffix not in PACKED else sum(len(block) for block in read_blocks(path))
+    length = path.stat().st_size if not compression(path) else sum(len(block) for block in read_blocks(path))
     return length, length, store.digest(path)
 
 
@@ -95,6 +119,10 @@ def read_documents(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, 
                 return
             if line.strip():
                 yield number, _parse_object(line)
+    elif kind == "array":
+        yield from enumerate(_read_array(piece.path), 1)
+    elif kind == "csv":
+        yield from _read_csv(piece.path)
     else:
         yield from _read_sequences(piece, kind == "aligned")
 
@@ -152,6 +180,48 @@ def _parse_object(line: bytes) -> Mapping[str, Any] | Unusable:
         return Unusable(f"byte 0x{line[problem.start]:02x} is not UTF-8")
     except DataError as problem:
         return Unusable(str(problem).removeprefix("the line: "))
+
+
+def _read_array(path: Path) -> Iterator[Mapping[str, Any] | Unusable]:
+    """Yield the objects of a JSON array. Raises DataError if it is not complete."""
+    blocks, decoder, scan = read_blocks(path), codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
+    number = 0
+    try:
+        text = decoder.decode(next(blocks))
+        at = text.index("[") + 1
+        while True:
+            found = _VALUE.search(text, at)
+            at = found.start() if found else len(text)
+            if text.startswith("]", at):
+                return
+            try:
+                value, at = scan(text, at)
+            except ValueError:  # incomplete: at least twice as much is read, so that each byte is parsed a few times
+                size = len(text) - at
+                text, at = text[at:], 0
+                while len(text) < min(2 * size + 1, MAX_LINE) and (block := next(blocks, b"")):
+                    text += decoder.decode(block)
+                if len(text) == size:
+                    raise
+                continue
+            number += 1
+            yield value if isinstance(value, dict) else Unusable(f"a JSON {type(value).__name__}, expected an object")
+    except (ValueError, RecursionError) as problem:
+        raise DataError(f"{path}: document {number + 1}: not JSON ({problem}), expected an array of objects; {REMEDY}") from None
+
+
+def _read_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | Unusable]]:
+    """Yield the rows of a table, whose first line names the columns, each after the number of its last line."""
+    csv.field_size_limit(MAX_LINE)
+    lines = (line.decode("utf-8-sig" if at == 0 else "utf-8") for at, line in read_lines(path))
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    rows = csv.DictReader(lines, delimiter="\t" if ".tsv" in suffixes else ",", strict=True)
+    try:
+        for row in rows:
+            usable = None not in row and None not in row.values()
+            yield rows.line_num, row if usable else Unusable(f"another number of values than the columns {rows.fieldnames}")
+    except (csv.Error, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: after line {rows.line_num}: not a table of text ({problem}); {REMEDY}") from None
 
 
 def _open_table(path: Path) -> Any:
@@ -217,10 +287,13 @@ def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file from offset ``begin``. Raises DataError if the file is truncated or damaged."""
     try:
         with path.open("rb") as file:
-            if path.suffix == ".gz":
-                blocks = _read_gzip(file)
-            elif path.suffix == ".zst":
+            if (kind := compression(path)) == ".zst":
                 blocks = _read_zstd(file, path)
+            elif kind in (".gz", ".xz", ".bz2"):
+                opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}[kind]
+                blocks = iter(partial(opener(file).read, BLOCK), b"")
+            elif kind:
+                raise DataError(f"{path}: compressed as {kind}, expected {', '.join(PACKED)} or plain text; unpack it")
             else:
                 file.seek(begin)
                 blocks, begin = iter(lambda: file.read(BLOCK), b""), 0
@@ -228,16 +301,10 @@ def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
                 if begin < len(block):
                     yield block[begin:]
                 begin = max(begin - len(block), 0)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as problem:
         raise DataError(f"{path}: damaged or truncated ({problem}); {REMEDY}") from problem
     except OSError as problem:
         raise DataError(f"{path}: cannot be read ({problem.strerror}); repair that, or leave it out") from problem
-
-
-def _read_gzip(file: IO[bytes]) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as unpacked:
-        while block := unpacked.read(BLOCK):
-            yield block
 
 
 def _read_zstd(file: IO[bytes], path: Path) -> Iterator[bytes]:

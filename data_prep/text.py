@@ -29,6 +29,7 @@ import json
 import os
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
@@ -203,8 +204,8 @@ def make_shards(sources: Sequence[Source], units: Sequence[int], weights: Sequen
 
     for source, unit_count, size in zip(sources, units, weights):
         kind = documents.file_kind(source.path)
-        count = 1 if kind == "text" else max(1, -(-size // limit_bytes))
-        limit = unit_count or 1 if kind == "table" else MAX_PACKED_PARTS if source.path.suffix in documents.PACKED else count
+        count = 1 if kind in documents.WHOLE else max(1, -(-size // limit_bytes))
+        limit = unit_count or 1 if kind == "table" else MAX_PACKED_PARTS if documents.compression(source.path) else count
         count = min(count, limit)
         if count > 1 or weight + size > limit_bytes or len(pieces) == MAX_FILES:
             close()
@@ -235,7 +236,7 @@ def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tok
     else:
         texts, group = [iter([document]) if isinstance(document, str) else document], settings.group_of_file(piece)
         if settings.has_answers:
-            return Unusable("has no fields, expected .jsonl or .parquet with --chat, --prompt and --answer")
+            return Unusable("has no fields, expected .jsonl, .json, .csv or .parquet with --chat, --prompt and --answer")
     split = settings.split(group, piece)
     if settings.chat:
         return split, _tokenize_chat(texts[0], tokenizer)
@@ -297,7 +298,7 @@ def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, 
 
 
 def _location(piece: Piece, line: int) -> str:
-    unit = {"text": None, "table": "row"}.get(documents.file_kind(piece.path), "line")
+    unit = {"text": None, "table": "row", "array": "document"}.get(documents.file_kind(piece.path), "line")
     return f"{piece.path}: {unit} {documents.count_before(piece) + line}" if unit else str(piece.path)
 
 
@@ -382,6 +383,9 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
     out, work = options.out, options.out / WORK
     names = [f"{source.root} {source.split} {source.name} {source.path.stat().st_size}" for source in sources]
     named = {"tokenizer": options.tokenizer if tokenizer is None else tokenizer.identity, "frame": tokenizer and _frame(tokenizer)}
+    if endings := Counter(source.path.suffix for source in sources if documents.file_kind(source.path) == "text"):
+        counts_by_ending = ", ".join(f"{count:,} {ending or 'files'}" for ending, count in endings.most_common())
+        command.print_rank_0(f"read as one text each: {counts_by_ending}")
     recipe = {"kind": "convert", **settings.json_dict, **named, "sources": command.fingerprint(names, "files, names and sizes")}
     store.claim_folder(out, recipe)
     size_tasks = {work / f"sizes_{number:06d}.json": partial(file_sizes, batch)

@@ -3,14 +3,19 @@
     data-<date>.h5      climate/data float32 [H, W, 16], climate/labels_0 (2019: climate/labels) of any whole-number type [H, W]
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atmosphere import VARIABLES
+from data_prep.hdf5_source import open_dataset
 from hpcai.errors import DataError
+
+NETCDF_FILL = 9.969209968386869e36  # of float32 and float64
 
 
 def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
@@ -29,37 +34,39 @@ def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.f
         key = next((key for key in ("labels_0", "labels") if key in group), None)
         if key is None:
             raise DataError(f"{path}: no climate/labels_0 nor climate/labels, found {sorted(group)}; rename the labels to labels_0")
-        data, labels = group["data"], group[key]
+        data, labels = (open_dataset(source, f"climate/{name}") for name in ("data", key))
+        fills = {name: data.attrs[name] for name in ("_FillValue", "missing_value") if name in data.attrs}
+        if scaled := {"scale_factor", "add_offset"} & set(data.attrs):
+            raise DataError(f"{path}: climate/data has {', '.join(sorted(scaled))}; apply them, and remove the attributes")
         count = len(VARIABLES)
         if data.ndim != 3 or data.shape[-1] != count or data.dtype.kind != "f":
             expected = f"float32 (H, W, {count}): {', '.join(VARIABLES)}, in this order"
             raise DataError(f"{path}: climate/data is {data.dtype} {data.shape}, expected {expected}")
         if shape and data.shape[:2] != shape:
             raise DataError(f"{path}: climate/data has {data.shape[:2]} cells, the first file {shape}; convert sizes separately")
-        if labels.shape != data.shape[:2] or labels.dtype.kind not in "iu":
+        if labels.shape != data.shape[:2] or labels.dtype.kind not in "iubf":
             description = f"climate/{key} is {labels.dtype} {labels.shape}"
             raise DataError(f"{path}: {description}, expected whole numbers {data.shape[:2]}; {advice}")
         try:
             fields, mask = data[...].astype(np.float32, copy=False), labels[...]
         except OSError as error:
             raise DataError(f"{path}: cannot be read to its end ({error}); {advice}") from None
-    if mask.min() < 0 or mask.max() >= 3:
-        invalid = sorted(set(np.unique(mask).tolist()) - set(range(3)))[:5]
+    if invalid := np.setdiff1d(mask, range(3))[:5].tolist():
         raise DataError(f"{path}: climate/{key} holds {invalid}, expected 0 background, 1 tropical cyclone, 2 river; {advice}")
-    _check_values(path, fields)
+    _check_values(path, fields, fills)
     return fields, mask.astype(np.uint8)
 
 
-def _check_values(path: Path, fields: NDArray[np.float32]) -> None:
-    finite = np.isfinite(fields)
+def _check_values(path: Path, fields: NDArray[np.float32], fills: Mapping[str, Any]) -> None:
+    missing = ~np.isfinite(fields) | np.isin(fields, np.hstack([NETCDF_FILL, *map(np.ravel, fills.values())]).astype(np.float32))
+    reason = " or ".join(("NaN, infinite", f"a fill value ({', '.join(['netCDF', *fills])})"))
     for channel, (name, variable) in enumerate(VARIABLES.items()):
         values = fields[..., channel]
-        if not finite[..., channel].all():
-            bad = ~finite[..., channel]
+        if (bad := missing[..., channel]).any():
             rows = np.flatnonzero(bad.any(1))
             pole = ", at a pole" if rows[0] == 0 or rows[-1] == len(bad) - 1 else ""
             where = f"{bad.sum()} cells in rows {rows[0]} to {rows[-1]} of 0 to {len(bad) - 1}{pole}"
-            raise DataError(f"{path}: {name} (variable {channel}) is NaN or infinite in {where}; repair or move the file away")
+            raise DataError(f"{path}: {name} (variable {channel}) is {reason} in {where}; repair or move the file away")
         minimum, maximum = float(values.min()), float(values.max())
         if minimum < variable.minimum or maximum > variable.maximum or maximum < variable.least_maximum:
             expected = f"expected {variable.units}, {variable.minimum:g} to {variable.maximum:g}, max >= {variable.least_maximum:g}"

@@ -1,16 +1,18 @@
 """Weather maps: simulation, growth of a data set, checks, and conversion of public time steps."""
 
 import json
+import re
 import shutil
 
 import h5py
 import numpy as np
 import pytest
 
-from data_prep import deepcam, detection, scenes, store
+from data_prep import deepcam, detection, hdf5_source, scenes, store
 from data_prep.atmosphere import VARIABLES
 from data_prep.sphere import Grid
 from hpcai.data.hdf5 import Rows
+from hpcai.errors import DataError
 from tests.data_prep.prep_contract import PrepContract, read_json, runner
 
 SMALL = ["--height", "48", "--width", "72", "--spacing", "1", "--samples", "20", "--rows", "6", "--no-check"]
@@ -87,7 +89,7 @@ def test_the_check_compares_masks_with_the_rule(dataset, capsys, monkeypatch):
 # ---- public data
 
 
-def write_step(path, seed, key="labels_0", dtype=np.int64, change=None, name="data", **datasets):
+def write_step(path, seed, key="labels_0", dtype=np.int64, change=None, name="data", attrs=(), **datasets):
     fields = scenes.sample(Grid.globe(24, 36), np.random.default_rng(seed))
     labels = np.random.default_rng(seed).integers(0, 3, (24, 36)).astype(dtype)
     if change:
@@ -96,12 +98,13 @@ def write_step(path, seed, key="labels_0", dtype=np.int64, change=None, name="da
     with h5py.File(path, "w") as file:
         for dataset, values in {name: fields, key: labels, **datasets}.items():
             file[f"climate/{dataset}"] = values
+        file[f"climate/{name}"].attrs.update(attrs)
     return fields, labels
 
 
 def test_public_folders_are_converted(tmp_path, capsys):
     source, out = tmp_path / "All-Hist", tmp_path / "out"
-    layouts = ("labels_0", np.int64), ("labels", np.uint8), ("labels_0", np.int8)
+    layouts = ("labels_0", np.float32), ("labels", np.uint8), ("labels_0", np.int8)
     steps = {split: [write_step(source / split / f"data-1996-{i:02d}.h5", i + 10 * len(split), *layout)
                      for i, layout in enumerate(layouts)] for split in ("train", "test")}  # fmt: skip
     assert run("convert", source, out, "--rows", "2", workers="2") == 0
@@ -134,7 +137,10 @@ REFUSED = {
     "15 channels": ({"data": np.zeros((24, 36, 15), "f4")}, ["(24, 36, 15)", "(H, W, 16)", "TMQ, U850"]),
     "another size": ({"data": np.zeros((12, 36, 16), "f4"), "labels_0": np.zeros((12, 36), int)}, ["(12, 36)", "(24, 36)"]),
     "labels of another shape": ({"labels_0": np.zeros((24, 35), int)}, ["int64 (24, 35)", "(24, 36)"]),
-    "labels of floats": ({"labels_0": np.zeros((24, 36))}, ["float64", "whole numbers"]),
+    "labels of halves": ({"labels_0": np.full((24, 36), 0.5)}, ["holds [0.5]", "0 background"]),
+    "_FillValue": ({"change": put("TMQ", lambda v: 1e20, (5, 6)), "attrs": {"_FillValue": np.float32([1e20])}},
+                   ["TMQ (variable 0) is NaN, infinite or a fill value (netCDF, _FillValue) in 1 cells in rows 5 to 5"]),
+    "scale_factor": ({"attrs": {"scale_factor": 0.1}}, ["climate/data has scale_factor; apply"]),
     "label 3": ({"change": lambda fields, labels: labels.__setitem__((3, 4), 3)}, ["holds [3]", "0 background"]),
     "label -1": ({"change": lambda fields, labels: labels.__setitem__((3, 4), -1)}, ["holds [-1]"]),
     "NaN at a pole": ({"change": put("U850", lambda v: v * np.nan, 0)}, ["U850 (variable 1)", "36 cells in rows 0 to 0", "pole"]),
@@ -159,3 +165,49 @@ def test_a_faulty_step_is_refused_with_its_name(tmp_path, capsys, fault):
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and all(text in error for text in ("data-1.h5", *messages)), error
     assert not list((tmp_path / "out").rglob("*.h5")) and not list((tmp_path / "out").rglob("*.partial"))
+
+
+def virtual(file, path):
+    layout = h5py.VirtualLayout((8, 4), "f4")
+    for number in range(2):
+        with h5py.File(path.parent / f"part{number}.h5", "w") as part:
+            part["x"] = np.ones((4, 4), "f4")
+        layout[4 * number : 4 * number + 4] = h5py.VirtualSource(f"part{number}.h5", "x", (4, 4))
+    file.create_virtual_dataset("x", layout)
+
+
+def external(file, path):
+    file.create_dataset("x", (8, 4), "f4", external=[(str(path.parent / "x.bin"), 0, 128)])[...] = 1
+
+
+MISSING = {
+    "part of a virtual dataset": (virtual, "part1.h5", "has values in part1.h5, which is not there"),
+    "end of external storage": (external, "x.bin", "x.bin, which has 0 bytes, expected 128"),
+    "chunks": (lambda file, path: file.create_dataset("x", (8, 4), "f4", chunks=(2, 4)).__setitem__(slice(0, 4), 1), "",
+               "in 4 chunks, of which 2 were never written"),
+    "all values": (lambda file, path: file.create_dataset("x", (8, 4), "f4"), "", "that were never written"),
+    "a link": (lambda file, path: file.__setitem__("x", h5py.SoftLink("/y")), "", "is a link to /y, where nothing is"),
+    "values of a group": (lambda file, path: file.create_group("x"), "", "is a group, expected values"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_values_that_hdf5_would_read_as_zeros_are_refused(tmp_path, missing):
+    write, lost, message = MISSING[missing]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        write(file, tmp_path / "a.h5")
+    with h5py.File(tmp_path / "a.h5") as file:
+        if lost:
+            assert (hdf5_source.open_dataset(file, "x")[...] == 1).all()
+            (tmp_path / lost).unlink()
+        with pytest.raises(DataError, match=re.escape(message)):
+            hdf5_source.open_dataset(file, "x")
+
+
+def test_a_filter_that_hdf5_lacks_is_named(tmp_path, monkeypatch):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = file.create_dataset("x", data=np.ones(9), compression="gzip")
+        monkeypatch.setattr(h5py.h5z, "filter_avail", lambda code: False)
+        monkeypatch.setattr(hdf5_source, "find_spec", lambda name: None)
+        with pytest.raises(DataError, match="compressed by filter 1 .deflate., which this HDF5 lacks: pip install hdf5plugin"):
+            hdf5_source.open_dataset(file, data.name)

@@ -1,8 +1,12 @@
 """Conversion of text to rows of tokens: each document occurs once, for any number of processes; unusable ones are refused."""
 
+import bz2
+import csv
 import gzip
 import hashlib
+import io
 import json
+import lzma
 import re
 import shutil
 import sysconfig
@@ -270,6 +274,54 @@ def test_a_file_split_anywhere_has_each_document_once(tmp_path: Path, name: str,
         assert read(0, offset) + read(offset, len(data), path.with_name(f"{name}.gz")) == full
 
 
+RECORDS = [{"id": str(n), "text": f'row {n}, "quoted"\n' * (n % 3) + "é"} for n in range(40)]
+
+
+def table(delimiter: str) -> bytes:
+    csv.writer(stream := io.StringIO(), delimiter=delimiter).writerows([["id", "text"], *(record.values() for record in RECORDS)])
+    return stream.getvalue().encode("utf-8-sig")
+
+
+LINES_OF_RECORDS = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
+FORMS = {
+    "a.csv": table(","), "a.TSV.gz": gzip.compress(table("\t")),
+    "indented.json": json.dumps(RECORDS, indent=200).encode("utf-8-sig"),
+    "compact.json.gz": gzip.compress(json.dumps(RECORDS, ensure_ascii=False).encode()), "lines.json": LINES_OF_RECORDS,
+    "a.jsonl.xz": lzma.compress(LINES_OF_RECORDS), "a.jsonl.bz2": bz2.compress(LINES_OF_RECORDS),
+    "B.JSONL.GZ": gzip.compress(LINES_OF_RECORDS), "plain_name.jsonl": gzip.compress(LINES_OF_RECORDS),
+}  # fmt: skip
+
+
+def read_file(path: Path) -> list[Any]:
+    return [item for _, item in documents.read_documents(documents.Piece(path, path.name, 0, documents.file_size(path)[0]), [])]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_tables_arrays_and_compressed_lines_have_a_document_for_each_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(documents, "BLOCK", 13)
+    assert read_file(write_files(tmp_path, {name: FORMS[name]}) / name) == RECORDS
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [("a.csv", b"a,text\n1,b\n2\n", "another number of values than the columns ['a', 'text']"),
+     ("a.csv", b'text\n"open\n', "after line 1: not a table of text"), ("a.csv", b"text\n\xff\n", "'utf-8' codec"),
+     ("a.json", b'["a"]', "a JSON str, expected an object"), ("a.json", b'[{"a": 1},\n {"b"', "document 2: not JSON"),
+     ("a.json", b"[" * 99_999, "document 1: not JSON"), ("a.jsonl", b"7z\xbc\xaf'\x1c", "compressed as .7z"),
+     ("a.jsonl.xz", lzma.compress(b"{}\n" * 99)[:-9], "damaged or truncated")],
+)  # fmt: skip
+def test_unusable_tables_and_arrays_are_refused(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
+    path = write_files(tmp_path, {name: data}) / name
+    try:
+        found = next(item.reason for item in read_file(path) if isinstance(item, documents.Unusable))
+    except DataError as problem:
+        found = str(problem)
+        assert found.startswith(f"{path}: ") and "\n" not in found
+    assert reason in found
+
+
 def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "TEXT_CHUNK", 10)
     monkeypatch.setattr(documents, "BLOCK", 8)
@@ -459,7 +511,7 @@ REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
     "template of none": ({"a.txt": b"a"}, ["--chat", "--tokenizer", "train:300"], "a newly trained tokenizer has no chat template"),
     "half a pair": ({"a.txt": b"a"}, ["--prompt", "q"], "--prompt and --answer: expected both"),
     "fraction": ({"a.txt": b"a"}, ["--held-out", 1], "--held-out 1: expected a fraction of 0 or more and less than 1"),
-    "text for answers": ({"a.txt": b"a"}, ["--prompt", "q", "--answer", "a"], "has no fields, expected .jsonl or .parquet"),
+    "text for answers": ({"a.txt": b"a"}, ["--prompt", "q", "--answer", "a"], "has no fields, expected .jsonl, .json, .csv"),
     "no messages": ({"a.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}'}, ["--chat", "--tokenizer", GOLDEN],
                     "a.jsonl: line 1: nothing that is an answer"),
     "refused by the template": ({"a.jsonl": b'{"messages": [{"role": "tool"}]}'}, ["--chat", "--tokenizer", GOLDEN],

@@ -21,6 +21,7 @@ EXPECTED = "a list such as [{'role': 'user', 'content': 'text'}]"
 _MAX_CHARACTERS = 1 << 25
 _renderer = Worker("a chat template", "expected one that renders a conversation", 10, 2 << 30)
 atexit.register(_renderer.kill)
+_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _MARKS = [chr(0xFDD0 + n) for n in range(32)]  # noncharacters of Unicode, which text should not contain
 
 
@@ -45,6 +46,7 @@ def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], spe
         raise DataError(f"messages: not JSON ({problem}); expected {EXPECTED}") from None
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         raise DataError(f"messages: a {type(messages).__name__}, expected {EXPECTED}")
+    messages = [_to_text(message) for message in messages]
     free = [mark for mark in _MARKS if mark not in used and mark not in template]
     if len(free) < 3:
         raise DataError("messages: nearly all noncharacters of Unicode (U+FDD0 to U+FDEF) are used; expected text without them")
@@ -57,6 +59,26 @@ def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], spe
     except DataError as problem:
         raise DataError(f"{where}: chat template: {problem}") from problem
     return _strip_marks(text, literal, begin, end)
+
+
+def _to_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its content as a string: parts of text are joined, null is empty. ShareGPT's ``from`` and ``value``
+    become role and content. Raises DataError for another content."""
+    if "role" not in message and "from" in message:
+        if (role := _SHAREGPT_ROLES.get(str(message["from"]))) is None:
+            raise DataError(f"messages: one is from {message['from']!r}, expected {', '.join(_SHAREGPT_ROLES)}")
+        message = {"role": role, "content": message.get("value")}
+    if "role" not in message or not {"content", "tool_calls"} & message.keys():
+        raise DataError(f"messages: one has {', '.join(map(str, message)) or 'nothing'}, expected role and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = {str(part.get("type", "text")) if isinstance(part, Mapping) else type(part).__name__ for part in content}
+        if kinds - {"text"} or not all(isinstance(part.get("text"), str) for part in content):
+            raise DataError(f"messages: one has parts of type {', '.join(sorted(kinds))}, expected text")
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise DataError(f"messages: the content of one is a {type(content).__name__}, expected text")
+    return {**message, "content": content or ""}
 
 
 def _render(template: str, messages: Any, marks: tuple[str, str], variables: Mapping[str, Any]) -> Iterator[str]:

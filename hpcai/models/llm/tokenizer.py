@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from hpcai.errors import ConfigError, DataError, HpcaiError
-from hpcai.json_file import parse_object, read_regular
+from hpcai.json_file import check_fields, parse_object, read_regular
 from hpcai.lazy import import_optional
 from hpcai.models.llm.chats import render
 
 BYTES = "bytes"
 END = "<|endoftext|>"
 CONTENT, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+ADDED, SPECIAL = "added_tokens.json", "special_tokens_map.json"
 # Pre-tokenization of cl100k and Llama 3: contractions, letters with a preceding sign, up to three digits, signs, white space.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -86,6 +87,10 @@ class Tokenizer:
         _check_ids(content["model"]["vocab"], self._added, self.where)
         self.is_bytes = self.identity == _BYTES_IDENTITY
         vocabulary = content["model"]["vocab"] if self.is_bytes else self._backend().get_vocab(with_added_tokens=True)
+        for number, token in self._added.items():
+            if not self.is_bytes and (actual := vocabulary.get(token["content"])) != number:
+                text = f"the added token {token['content']!r} has id {number:,}, the vocabulary makes it {actual}"
+                raise DataError(f"{self.where}: {text}; fetch the files again")
         self._ids: dict[str, int] = {**vocabulary, **{token["content"]: number for number, token in self._added.items()}}
         self.size = max(self._ids.values()) + 1
         self.special = {number for number, token in self._added.items() if token.get("special")}
@@ -104,10 +109,14 @@ class Tokenizer:
             return cls.byte_level()
         path = Path(source)
         path = path / CONTENT if path.is_dir() else path
-        text, settings, template = (_read(path), path.with_name(CONFIG), path.with_name(TEMPLATE))
-        config = _parsed(_read(settings), str(settings)) if settings.is_file() else {}
+        text, template = _read(path), path.with_name(TEMPLATE)
+        config, added, special = (_parsed(_read(file), str(file)) if (file := path.with_name(name)).is_file() else {}
+                                  for name in (CONFIG, ADDED, SPECIAL))  # fmt: skip
+        config = {**{key: special[key] for key in ("bos_token", "eos_token", "pad_token") if key in special}, **config}
         if template.is_file():
             config["chat_template"] = _read(template)
+        with check_fields(path.parent, f"added tokens in {CONFIG} and {ADDED} as Hugging Face writes them", DataError):
+            text = _with_added_tokens(text, config, added, path)
         return cls(text, config, str(path))
 
     @classmethod
@@ -364,7 +373,7 @@ class DecodeStream:
 
 def _read(path: Path) -> str:
     try:
-        return read_regular(path).decode("utf-8")
+        return read_regular(path).decode("utf-8-sig")
     except OSError as problem:
         expected = f"expected {CONTENT}, its folder, or the word {BYTES}"
         raise DataError(f"{path}: cannot be read ({problem.strerror}); {expected}") from problem
@@ -375,6 +384,29 @@ def _read(path: Path) -> str:
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
     return parse_object(text, where, "an object as Hugging Face writes it; fetch it again", DataError)
+
+
+def _with_added_tokens(text: str, config: Mapping[str, Any], added: Mapping[str, int], path: Path) -> str:
+    """Return the text of tokenizer.json with the tokens that only ``added_tokens_decoder`` of tokenizer_config.json, or
+    added_tokens.json, have. Raises DataError for an id or a token that tokenizer.json has otherwise."""
+    marked = {_token_text(value) for key, value in config.items() if key.endswith("_token")}
+    tokens = {number: {"content": name, "special": name in marked} for name, number in added.items()}
+    tokens |= {int(number): token for number, token in config.get("added_tokens_decoder", {}).items()}
+    if not tokens:
+        return text
+    content = _parsed(text, str(path))
+    present = content.setdefault("added_tokens", [])
+    by_id, by_name = ({token[key]: token for token in present} for key in ("id", "content"))
+    for number, token in sorted(tokens.items()):
+        same = by_id.get(number), by_name.get(token["content"])
+        if same[0] is not same[1]:
+            other = same[0] or same[1] or {}
+            text = f"{other['content']!r} has id {other['id']}, in the files beside it {token['content']!r} has {number}"
+            raise DataError(f"{path}: {text}; fetch the files again")
+        if same[0] is None:
+            flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+            present.append({"id": number, **flags, **token})
+    return json.dumps(content, ensure_ascii=False)
 
 
 def _identity(content: Mapping[str, Any]) -> str:

@@ -129,6 +129,30 @@ def test_a_stream_decodes_as_all_ids_at_once(make: Callable[[], Tokenizer]) -> N
         assert "".join([stream.add(token) for token in ids]) + stream.finish() == tokenizer.decode(ids, skip_special=True)
 
 
+@pytest.mark.parametrize("place", ["added_tokens_decoder", "added_tokens.json", "both"])
+def test_added_tokens_of_the_files_beside_are_tokens(tmp_path: Path, place: str) -> None:
+    expected = Tokenizer.load(GOLDEN)
+    first = expected.size
+
+    def change(content: dict[str, Any], config: dict[str, Any]) -> None:
+        if place != "added_tokens.json":
+            config["added_tokens_decoder"] = {str(first): {"content": "<|im_start|>", "special": True}}
+        config["additional_token"] = "<|im_end|>"
+        del config["eos_token"]
+
+    folder = changed_copy(tmp_path / "t", change)
+    added = {"<|im_end|>": first + 1} if place == "both" else {"<|im_start|>": first, "<|im_end|>": first + 1}
+    if place != "added_tokens_decoder":
+        (folder / "added_tokens.json").write_text("\ufeff" + json.dumps(added))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_start|>"}}))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.eos == first and tokenizer.size == first + (1 if place == "added_tokens_decoder" else 2)
+    assert tokenizer.encode("a<|im_start|>b", special=True) == [*expected.encode("a"), first, *expected.encode("b")]
+    assert first not in tokenizer.encode("a<|im_start|>b"), "a special token in a text stays plain text"
+    tokenizer.save(tmp_path / "saved")
+    assert Tokenizer.load(tmp_path / "saved").identity == tokenizer.identity != expected.identity
+
+
 # ---- chats
 
 
@@ -152,14 +176,28 @@ def test_templates_are_read_from_a_list_or_a_separate_file(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("template", "messages", "error"),
     [
-        ("{{ messages[0]['content'] + 'x' }}", [{"content": None}], "chat template: unsupported operand"),
+        ("{{ messages[0]['content'] + 1 }}", [{"role": "user", "content": ""}], "chat template: can only concatenate str"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [], "chat template: .*unsafe"),
         ("x", "text", "messages: a str, expected a list such as"),
+        ("x", [{"role": "user"}], "messages: one has role, expected role and content"),
+        ("x", [{"role": "user", "content": 3}], "messages: the content of one is a int, expected text"),
+        ("x", [{"role": "user", "content": [{"type": "image_url"}]}], "messages: one has parts of type image_url, expected text"),
+        ("x", [{"from": "observation", "value": "a"}], "messages: one is from 'observation', expected human, user, gpt"),
     ],
 )
 def test_a_wrong_template_or_message_is_an_error(tmp_path: Path, template: str, messages: Any, error: str) -> None:
     with pytest.raises(DataError, match=error):
         Tokenizer.load(with_template(tmp_path / "t", template)).chat(messages)
+
+
+def test_contents_in_parts_null_and_sharegpt_are_rendered_as_text(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.tool_calls %} calls{% endif %}. {% endfor %}"
+    tokenizer = Tokenizer.load(with_template(tmp_path / "t", template))
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    rendered = tokenizer.decode(tokenizer.chat([
+        {"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [1]},
+        {"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}])[0])  # fmt: skip
+    assert rendered == "user: ab. assistant:  calls. user: c. assistant: d. "
 
 
 # ---- invalid files and ids
@@ -170,6 +208,11 @@ def test_a_wrong_template_or_message_is_an_error(tmp_path: Path, template: str, 
     [
         (lambda content, config: config.update(eos_token={"content": "<|none|>"}),
          r"tokenizer_config.json: eos_token '<\|none\|>' is no token of"),
+        (lambda content, config: config.update(added_tokens_decoder={"0": {"content": "<|other|>"}}),
+         r"tokenizer.json: '.*' has id 0, in the files beside it '<\|other\|>' has 0; fetch"),
+        (lambda content, config: config.update(added_tokens_decoder={"999": {"content": "<|other|>"}}),
+         r"tokenizer.json: the added token '<\|other\|>' has id 999, the vocabulary makes it"),
+        (lambda content, config: config.update(added_tokens_decoder={"x": []}), "expected added tokens in tokenizer_config.json"),
         (lambda content, config: content["model"]["vocab"].update(zzz=1 << 32),
          "tokenizer.json: ids from 0 to 4,294,967,296 .* below 2\\^32"),
         (lambda content, config: content.pop("model"), "tokenizer.json: not a tokenizer .KeyError: 'model'"),
