@@ -335,7 +335,7 @@ class _Input:
     def validate(self) -> pydantic.BaseModel:
         suggested: set[Key] = set()
         for key in list(self.schema.unknown_keys(self.tree)):
-            near, parent = self.schema.suggest(key), reduce(getitem, key[:-1], self.tree)
+            near, parent = self.schema.suggest(key), reduce(getitem, key[:-1], cast(Any, self.tree))
             suggested |= set(near)
             names = [name for option in self.schema.at(key[:-1]) for name in option.get("properties", ())]
             hint = f"did you mean {' or '.join(map(format_key, near))}?" if near else f"the keys here are {join_names(names)}"
