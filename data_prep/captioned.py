@@ -230,17 +230,12 @@ def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any
     the memory-mapped stream are not read."""
     arrow, ipc = (import_extra(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
     with _arrow_errors(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
-        names, begin = _select_columns(path, stream.schema.names, columns), 0
+        has, begin = stream.schema.names, 0
+        if missing := [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]:
+            raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
         for batch in stream:
-            yield begin, batch.select(names)
+            yield begin, batch.select([name for name in columns if name in has])
             begin += batch.num_rows
-
-
-def _select_columns(path: Path, has: Sequence[str], columns: Sequence[str]) -> list[str]:
-    missing = [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]
-    if missing:
-        raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
-    return [name for name in columns if name in has]
 
 
 @contextmanager
@@ -298,15 +293,11 @@ def _image_or_moments(data: bytes, ending: str, where: str) -> dict[str, Any]:
     values = _load_npy(data, where)
     if values.dtype == np.uint8 and values.ndim == 3 and values.shape[2] == 3:
         return {"image": values}
-    return {"moments": _check_moments(values, where)}
-
-
-def _check_moments(values: Array, where: str) -> Array:
     shape = values.shape[1:] if values.ndim == 4 and values.shape[0] == 1 else values.shape
     if values.dtype.kind != "f" or len(shape) != 3 or shape[0] % 2:
         actual, expected = f"{values.dtype} {list(values.shape)}", "an image uint8 [H, W, 3], or moments float32 [1, 2L, h, w]"
         raise DataError(f"{where}: holds {actual}, expected {expected}; {REMEDY}")
-    return values.reshape(shape)
+    return {"moments": values.reshape(shape)}
 
 
 # ---- images

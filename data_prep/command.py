@@ -23,7 +23,6 @@ import shlex
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
@@ -35,9 +34,9 @@ import numpy as np
 
 from data_prep import picture, store
 from hpcai.cli.check import Options, check_dataset
-from hpcai.data.index import write_json
+from hpcai.data.index import INDEX, write_json
 from hpcai.durable import locked_directory
-from hpcai.errors import ConfigError, HpcaiError
+from hpcai.errors import ConfigError, DataError, HpcaiError
 from hpcai.programs import command_of_app
 from hpcai.stop import interrupt_on_signal
 
@@ -215,7 +214,11 @@ class PreparedDataset:
     @cached_property
     def files(self) -> list[tuple[Path, dict[str, Any], dict[str, Any]]]:
         """(path, entry in the index, index) of each file of the splits."""
-        return list(store.iter_files(self.out))
+        splits = [split for split in store.SPLITS if (self.out / split).is_dir()]
+        if not splits:
+            raise DataError(f"{self.out}: holds no folder train, validation or test; simulate or convert into it first")
+        indexes = {split: store.read_json(self.out / split / INDEX) for split in splits}
+        return [(self.out / split / entry["name"], entry, index) for split, index in indexes.items() for entry in index["files"]]
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -253,7 +256,7 @@ class Simulate:
     settings: type[Recipe]
     count: tuple[str, int, str]
     plan: Callable[[argparse.Namespace], Plan | None]
-    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None    # options that are no settings
+    add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None    # options that are no settings
     name = "simulate"
 
 
@@ -306,7 +309,12 @@ class DatasetBuilder:
                 parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
             if isinstance(each, Check):
                 parser.set_defaults(run=self.run_check)
-                self._add_check_arguments(parser)
+                if self.check.option:
+                    name, count, text = self.check.option
+                    parser.add_argument(f"--{name}", dest="check_count", metavar="N", type=natural, default=count, help=text)
+                if self.check.picture:
+                    help_text = f"draw OUT/{picture.NAME}"
+                    parser.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=help_text)
             else:
                 each.settings.add_options(parser)
                 parser.add_argument("--workers", metavar="N", type=workers, default="cores", help="processes of this rank")
@@ -314,14 +322,6 @@ class DatasetBuilder:
             if isinstance(each, Simulate):
                 each.add_arguments(parser)
         return top
-
-    def _add_check_arguments(self, parser: argparse.ArgumentParser) -> None:
-        if self.check.option:
-            name, count, text = self.check.option
-            parser.add_argument(f"--{name}", dest="check_count", metavar="N", type=natural, default=count, help=text)
-        if self.check.picture:
-            help_text = f"draw OUT/{picture.NAME}"
-            parser.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=help_text)
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         try:
@@ -357,15 +357,15 @@ class DatasetBuilder:
 
     def _write(self, options: argparse.Namespace, plan: Plan, recipe: dict[str, Any]) -> int:
         (rank, size), begin, simulates = store.rank_and_size(), time.monotonic(), isinstance(options.spec, Simulate)
-        jobs, all_jobs = plan.jobs, [*plan.jobs, *plan.extra_jobs]
-        local_jobs = [*jobs[rank::size], *plan.extra_jobs[rank::size]]
-        if finished := sum(map(store.is_finished, local_jobs)):
-            print_rank_0(f"{finished} of {len(local_jobs)} files are finished and are kept")
-        for group in (jobs, plan.extra_jobs):
-            store.run_local_jobs(group, options.workers, options.command)
+        all_jobs, local_groups = [*plan.jobs, *plan.extra_jobs], [plan.jobs[rank::size], plan.extra_jobs[rank::size]]
+        if finished := sum(store.is_finished(job) for group in local_groups for job in group):
+            print_rank_0(f"{finished} of {sum(map(len, local_groups))} files are finished and are kept")
+        for group in local_groups:
+            missing = [job for job in group if not store.is_finished(job)]
+            store.run_parallel(missing, store.write_file, options.workers, options.command)
         if rank:
             return 0
-        store.wait_for_files(all_jobs)
+        store.wait_for(all_jobs, store.is_finished, lambda job: job.path)
         total_bytes, rows, refused = store.finalize(options.out, all_jobs, plan.header, recipe)
         seconds, processes = time.monotonic() - begin, f"ranks: {size}, processes of each: {options.workers}"
         print(f"{len(all_jobs)} files, {total_bytes / 1e6:,.1f} MB in {options.out}, {seconds:.1f} s ({processes})", flush=True)
@@ -447,14 +447,12 @@ def report_refused(out: Path, plan: Plan, refused: Sequence[Sequence[str]], rows
 
 def _count_by_reason(items: store.Refused) -> str:
     """Return the commonest reasons, each with its count and an example. Reasons that differ only in numbers are one."""
-    kinds = Counter(_without_numbers(reason) for _, reason in items)
-    examples = {_without_numbers(reason): f"{where}: {reason}" for where, reason in reversed(items)}
-    texts = [f"{count} such as {examples[kind]}" for kind, count in kinds.most_common(MAX_REASONS)]
+    kinds: dict[str, list[str]] = {}
+    for where, reason in items:
+        kinds.setdefault(re.sub(r"\d[\d.,]*", "N", reason), []).append(f"{where}: {reason}")
+    commonest = sorted(kinds.values(), key=len, reverse=True)[:MAX_REASONS]
+    texts = [f"{len(examples)} such as {examples[0]}" for examples in commonest]
     return " | ".join(texts + ([f"and {len(kinds) - MAX_REASONS} other reasons"] if len(kinds) > MAX_REASONS else []))
-
-
-def _without_numbers(reason: str) -> str:
-    return re.sub(r"\d[\d.,]*", "N", reason)
 
 
 def describe_refusal(problem: Exception, where: object) -> tuple[str, str]:

@@ -130,14 +130,9 @@ def _detect_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8
     return cyclones
 
 
-def vapour_transport(field: dict[str, Array]) -> tuple[Array, Array]:
-    """Return the eastward and northward vapour transport in kg/m/s."""
-    return MOIST_LAYER * field["TMQ"] * field["U850"], MOIST_LAYER * field["TMQ"] * field["V850"]
-
-
 def _detect_rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8], cyclones: list[Cyclone]) -> list[River]:
     ndimage = _ndimage()
-    east, north = vapour_transport(field)
+    east, north = (MOIST_LAYER * field["TMQ"] * field[wind] for wind in ("U850", "V850"))  # kg/m/s
     flow = np.hypot(east, north)
     rows_of_4_degrees = max(1, round(4 / float(grid.latitude[1] - grid.latitude[0])))
     zonal_median = ndimage.uniform_filter1d(np.median(flow, axis=1), rows_of_4_degrees, mode="nearest")

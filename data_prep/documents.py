@@ -20,7 +20,6 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -190,8 +189,8 @@ def _read_array(path: Path) -> Iterator[Mapping[str, Any] | Unusable]:
         text = decoder.decode(next(blocks))
         at = text.index("[") + 1
         while True:
-            found = _VALUE.search(text, at)
-            at = found.start() if found else len(text)
+            value_begin = _VALUE.search(text, at)
+            at = value_begin.start() if value_begin else len(text)
             if text.startswith("]", at):
                 return
             try:
@@ -289,14 +288,13 @@ def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
         with path.open("rb") as file:
             if (kind := compression(path)) == ".zst":
                 blocks = _read_zstd(file, path)
-            elif kind in (".gz", ".xz", ".bz2"):
-                opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}[kind]
-                blocks = iter(partial(opener(file).read, BLOCK), b"")
-            elif kind:
+            elif kind and kind not in PACKED:
                 raise DataError(f"{path}: compressed as {kind}, expected {', '.join(PACKED)} or plain text; unpack it")
             else:
-                file.seek(begin)
-                blocks, begin = iter(lambda: file.read(BLOCK), b""), 0
+                openers: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+                plain = openers[kind](file) if kind else file
+                plain.seek(begin)
+                blocks, begin = iter(lambda: plain.read(BLOCK), b""), 0
             for block in blocks:
                 if begin < len(block):
                     yield block[begin:]

@@ -151,10 +151,6 @@ def write_nifti(recipe: Recipe, case: tuple[int, Path]) -> None:
         nifti.write(folder, scan.image, scan.label, scan.spacing_mm)
 
 
-def add_nifti_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nifti", action="store_true", help="write the public layout, on the scanner's grid, for convert")
-
-
 def simulate(options: argparse.Namespace) -> command.Plan | None:
     recipe, names = Recipe.from_options(options), [f"case_{index:05d}" for index in range(options.cases)]
     if options.nifti:
@@ -264,7 +260,8 @@ BUILDER = command.DatasetBuilder(
     "kits19", "Kidney tumours in CT: simulate scans, check them, or convert the public set KiTS19.", "unet3d",
     command.Check("Files against index.json, boxes against labels.", check_samples, ("boxes", 8, "cases to recompute")),
     (command.Simulate("CT scans of simulated abdomens with kidneys and tumours.", Recipe,
-                      ("cases", 96, "how many; a later run may ask for more"), simulate, add_nifti_option),
+                      ("cases", 96, "how many; a later run may ask for more"), simulate, lambda parser: parser.add_argument(
+                          "--nifti", action="store_true", help="write the public layout, on the scanner's grid, for convert")),
      command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser

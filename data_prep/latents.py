@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,19 +199,12 @@ def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int],
 
 def _prefetch(args: EncodeArgs, shard: Shard, entries: Sequence[Entry]) -> Iterator[tuple[list[Sample], list[Tensor | None]]]:
     """Yield batches of samples with their images. Images of the next batch are prepared in threads meanwhile."""
-    ends = [*range(0, len(entries), args.batch), len(entries)]
-    fit = partial(_prepare_image, args)
     with ThreadPoolExecutor(args.threads) as pool:
         reader = captioned.read_samples(shard, entries)
-        waiting: list[tuple[list[Sample], Any]] = []
-        for begin, end in pairwise(ends):
-            samples = [next(reader) for _ in range(end - begin)]
-            waiting.append((samples, pool.map(fit, samples)))
-            if len(waiting) > 1:
-                ready, images = waiting.pop(0)
-                yield ready, list(images)
-        for ready, images in waiting:
-            yield ready, list(images)
+        batches = iter(lambda: list(islice(reader, args.batch)), [])
+        submitted = ((samples, pool.map(partial(_prepare_image, args), samples)) for samples in batches)
+        for (samples, images), _ in pairwise(chain(submitted, [([], iter(()))])):
+            yield samples, list(images)
 
 
 def _prepare_image(args: EncodeArgs, sample: Sample) -> Tensor | None:
@@ -290,15 +283,12 @@ def convert(options: argparse.Namespace) -> command.Plan:
         options.workers = 1                     # networks fill a device: one process per rank, whose workers are reader threads
     jobs = list(_make_jobs(out, settings, args, shards, firsts))
     text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_format_size(header['image'])}, latents of "
-            f"{_format_size([header['latents'], *header['size']])}; {_describe_networks(header)}")  # fmt: skip
-    return command.Plan(recipe, jobs, header, text, finalize=partial(_finalize, options, args, header),
-                        config="flux" if header["pooled"] else "sd2",
+            f"{_format_size([header['latents'], *header['size']])}; autoencoder {header['vae']}")  # fmt: skip
+    networks_text = [*(f"{name} {header[name]}" for name in ("tokens", "pooled") if header[name]),
+                     *(f"encoder {name}" for name in header["encoders"])]  # fmt: skip
+    finalize, config = partial(_write_empty_caption, options, args, header), "flux" if header["pooled"] else "sd2"
+    return command.Plan(recipe, jobs, header, ", ".join([text, *networks_text]), finalize=finalize, config=config,
                         refused=[item for group in parts.values() for item in captioned.list_unread(group)])  # fmt: skip
-
-
-def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any], out: Path) -> None:
-    _write_empty_caption(options, args, header)
-    _print_statistics(out)
 
 
 def _plan_encoding(
@@ -394,14 +384,9 @@ def _format_size(sides: Sequence[int]) -> str:
     return " x ".join(map(str, sides))
 
 
-def _describe_networks(header: dict[str, Any]) -> str:
-    shapes = [f"{name} {header[name]}" for name in ("tokens", "pooled") if header[name]]
-    return ", ".join([f"autoencoder {header['vae']}", *shapes, *(f"encoder {name}" for name in header["encoders"])])
-
-
-def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any]) -> None:
-    """Write the vectors of the empty caption, which replace those of captions that are dropped in training."""
-    path, vectors = options.out / EMPTY_CAPTION, {}
+def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any], out: Path) -> None:
+    """Write the vectors of the empty caption, which replace those of captions that are dropped in training; print statistics."""
+    path, vectors = out / EMPTY_CAPTION, {}
     folders = (options.nothing, options.source / EMPTY_FOLDER, options.source.parent / EMPTY_FOLDER)
     folder = next((path for path in folders if path is not None and path.is_dir()), None)
     for name in ("tokens", "pooled"):
@@ -424,6 +409,7 @@ def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: 
         with partial_path.open("wb") as file:
             np.savez(file, **vectors)
         commit_file(partial_path, path)
+    _print_statistics(out)
 
 
 def _print_statistics(out: Path) -> None:
@@ -453,20 +439,14 @@ def check_latents(prepared: command.PreparedDataset, options: argparse.Namespace
             logvar = file["moments"][:, file["moments"].shape[1] // 2 :]
         if logvar.min() < MIN_LOGVAR or logvar.max() > MAX_LOGVAR:
             yield f"{path}: logarithms of variances outside {MIN_LOGVAR:g} to {MAX_LOGVAR:g}; convert again"
-    yield from _check_empty_caption(out, index)
+    if (empty := out / EMPTY_CAPTION).is_file():
+        with np.load(empty) as arrays:
+            for name, values in arrays.items():
+                if list(values.shape) != list(np.atleast_1d(index[name] or 0)) or not np.isfinite(values).all():
+                    yield f"{empty}: {name} is {list(values.shape)}, expected finite numbers {index[name]}; convert again"
+    elif index["tokens"] or index["pooled"]:
+        print(f"{empty.name} does not exist: no caption can be dropped in training")
     _print_statistics(out)
-
-
-def _check_empty_caption(out: Path, index: dict[str, Any]) -> Iterator[str]:
-    path = out / EMPTY_CAPTION
-    if not path.is_file():
-        if index["tokens"] or index["pooled"]:
-            print(f"{path.name} does not exist: no caption can be dropped in training")
-        return
-    with np.load(path) as arrays:
-        for name, values in arrays.items():
-            if list(values.shape) != list(np.atleast_1d(index[name] or 0)) or not np.isfinite(values).all():
-                yield f"{path}: {name} is {list(values.shape)}, expected finite numbers {index[name]}; convert again"
 
 
 BUILDER = command.DatasetBuilder(

@@ -116,10 +116,6 @@ def write_templates(families: Path, path: Path) -> None:
     store.write_rows(path, chains.TEMPLATE_FIELDS, rows, {"kind": "simulated", "label": SIMULATED})
 
 
-def add_chains_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--chains", metavar="N", type=command.positive, default=256, help="chains of all families")
-
-
 def simulate(options: argparse.Namespace) -> command.Plan:
     if options.families > MAX_FAMILIES or options.families % options.each or options.chains % options.families:
         raise ConfigError(f"--chains {options.chains} --families {options.families} --each {options.each}: expected a multiple of "
@@ -573,7 +569,8 @@ BUILDER = command.DatasetBuilder(
     "openfold", "Protein chains with their alignments: simulate families, check them, or convert files.", "openfold",
     command.Check("Files against index.json, every chain looked at.", check_samples, None),
     (command.Simulate("Families of chains that share a fold, with alignments that evolved.", Recipe,
-                      ("families", 64, "a later run may ask for more"), simulate, add_chains_option),
+                      ("families", 64, "a later run may ask for more"), simulate, lambda parser: parser.add_argument(
+                          "--chains", metavar="N", type=command.positive, default=256, help="chains of all families")),
      command.Convert("mmCIF, A3M and Stockholm files to ours.", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser

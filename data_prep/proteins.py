@@ -309,7 +309,7 @@ def _torsion_gradient(gradient: Array, sites: Array, frames: Array) -> Array:
 def _best_fold(attempts: Iterable[tuple[_Plan, Array]]) -> tuple[_Plan, Array]:
     """Return the first fold without faults, or the one with the least: phi of glycine in another residue, CA too close, a large
     radius, few contacts."""
-    candidates: list[tuple[float, int, _Plan, Array]] = []
+    candidates: list[tuple[float, _Plan, Array]] = []
     for plan, angle in attempts:
         atoms, frames = _Backbone(plan.fixed_types)(angle)
         length, beta = len(angle), _beta_carbons(atoms, frames)
@@ -320,9 +320,8 @@ def _best_fold(attempts: Iterable[tuple[_Plan, Array]]) -> tuple[_Plan, Array]:
                  + max(0.6 - contacts, 0))  # fmt: skip
         if not fault:
             return plan, angle
-        candidates.append((fault, len(candidates), plan, angle))
-    _, _, plan, angle = min(candidates, key=lambda candidate: candidate[:2])
-    return plan, angle
+        candidates.append((fault, plan, angle))
+    return min(candidates, key=lambda candidate: candidate[0])[1:]
 
 
 # ---- residues in their surroundings

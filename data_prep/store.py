@@ -35,7 +35,7 @@ import numpy as np
 
 import hpcai
 from data_prep import moments
-from hpcai.data.index import INDEX, commit_file, write_index, write_json
+from hpcai.data.index import commit_file, write_index, write_json
 from hpcai.data.workers import die_with_parent
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
@@ -310,17 +310,6 @@ def finalize(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: d
     return sum(size for size, _, _ in files), sum(rows for _, rows, sample in files if sample), refused
 
 
-def iter_files(out: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
-    """Yield (path, entry, index) of every file of the splits."""
-    splits = [split for split in SPLITS if (out / split).is_dir()]
-    if not splits:
-        raise DataError(f"{out}: holds no folder train, validation or test; simulate or convert into it first")
-    for split in splits:
-        index = read_json(out / split / INDEX)
-        for entry in index["files"]:
-            yield out / split / entry["name"], entry, index
-
-
 # ---- the work
 
 
@@ -341,17 +330,11 @@ def count_cores() -> int:
     return usable if bound else max(1, usable // (read_rank_info().local_world or 1))
 
 
-def run_local_jobs(jobs: Sequence[Job], workers: int, label: str) -> None:
-    """Write the missing files of this rank: every n-th of n ranks."""
-    rank, size = rank_and_size()
-    run_parallel([job for job in jobs[rank::size] if not is_finished(job)], write_file, workers, label)
-
-
 def all_gather_results(tasks: Mapping[Path, Callable[[], dict[str, Any]]], workers: int, label: str) -> Iterator[dict[str, Any]]:
     """Distribute tasks over ranks, and return all results, in order, on every rank. Each is kept in a JSON file, for resumption."""
     rank, size = rank_and_size()
     run_parallel([task for task in [*tasks.items()][rank::size] if not task[0].is_file()], _write_result, workers, label)
-    _wait(list(tasks), Path.is_file, str)
+    wait_for(list(tasks), Path.is_file, str)
     return map(read_json, tasks)
 
 
@@ -405,12 +388,8 @@ def _progress_bar(total: int, label: str) -> Iterator[Callable[[], None]]:
     yield step
 
 
-def wait_for_files(jobs: Sequence[Job]) -> None:
+def wait_for(missing: Sequence[Any], is_done: Callable[[Any], bool], name: Callable[[Any], Any]) -> None:
     """Wait for the files of the other ranks. Raises DataError after ``TIMEOUT`` seconds without a new one."""
-    _wait(jobs, is_finished, lambda job: job.path)
-
-
-def _wait(missing: Sequence[Any], is_done: Callable[[Any], bool], name: Callable[[Any], Any]) -> None:
     last, logged = time.monotonic(), 0.0
     while remaining := [item for item in missing if not is_done(item)]:
         if len(remaining) < len(missing):

@@ -226,7 +226,7 @@ with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False, m
 """
 
 
-def _lmdb(path: Path, parse: Callable[[bytes, int], Frame]) -> Iterator[FrameReader]:
+def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:
     """Yield a reader for each value with a number for its key. LMDB maps the file, and a damaged one may crash the process that
     reads it: therefore a child process does."""
     import_extra("lmdb", "reading LMDB files", "opencatalyst")
@@ -240,7 +240,7 @@ def _lmdb(path: Path, parse: Callable[[bytes, int], Frame]) -> Iterator[FrameRea
                 value = child.stdout.read(length)
                 if len(value) < length:
                     break
-                yield _naming(f"{path}: frame {index} (row {key})")(partial(parse, value, index))
+                yield _naming(f"{path}: frame {index} (row {key})")(partial(_parse_row, value, name, index))
                 index += 1
             errors, code = child.stderr.read().decode(errors="replace").strip().splitlines(), child.wait()
         finally:
@@ -249,16 +249,12 @@ def _lmdb(path: Path, parse: Callable[[bytes, int], Frame]) -> Iterator[FrameRea
         raise DataError(f"{path}: {errors[-1] if errors else f'the process that read it crashed ({code})'}; {ADVICE}")
 
 
-def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:
-    def take(value: bytes, index: int) -> Frame:
-        unpacker = zlib.decompressobj()
-        row = json.loads(unpacker.decompress(value, MAX_BYTES), object_hook=_decode_array)
-        about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
-        fixed = _fixed_atoms(len(row["numbers"]), row.get("constraints", []))
-        return _make_frame(name, index, about, row["numbers"], row["positions"], row["cell"], row["pbc"], row.get("energy"),
-                      row.get("forces"), row.get("tags"), fixed, 0.0, row.get("calculator"))  # fmt: skip
-
-    return _lmdb(path, take)
+def _parse_row(value: bytes, name: str, index: int) -> Frame:
+    row = json.loads(zlib.decompressobj().decompress(value, MAX_BYTES), object_hook=_decode_array)
+    about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
+    fixed = _fixed_atoms(len(row["numbers"]), row.get("constraints", []))
+    return _make_frame(name, index, about, row["numbers"], row["positions"], row["cell"], row["pbc"], row.get("energy"),
+                       row.get("forces"), row.get("tags"), fixed, 0.0, row.get("calculator"))  # fmt: skip
 
 
 def _decode_array(value: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -90,6 +91,19 @@ def ranks_of_this_file() -> Iterator[None]:
     launch.end()
     with contextlib.suppress(AttributeError):  # GNU C library only
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(scope="module")
+def quiet_hugging_face() -> Iterator[None]:
+    """Silence the libraries of Hugging Face that a test file has imported."""
+    libraries = [sys.modules[name].logging for name in ("diffusers", "transformers") if name in sys.modules]
+    levels = [logging.get_verbosity() for logging in libraries]
+    for logging in libraries:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+    yield
+    for logging, level in zip(libraries, levels):
+        logging.set_verbosity(level)
 
 
 @pytest.fixture

@@ -13,6 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+class NoHostRead(TorchDispatchMode):
+    """A mode in which an operation raises that makes the host wait for the value of a tensor."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise AssertionError(f"{function} reads the device inside a step")
+        return function(*args, **(kwargs or {}))
+
+
 class CPUGraph(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

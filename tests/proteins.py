@@ -1,16 +1,18 @@
 """Random chains, alignments and features, and chains of the Protein Data Bank from tests/data/proteins."""
 
 from datetime import date, timedelta
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hpcai.models.openfold import residues
+from hpcai.models.openfold import OpenFold, OpenFoldConfig, residues
 from hpcai.models.openfold.alignments import Alignment
 from hpcai.models.openfold.evoformer import Masks
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, collate, featurize
 from hpcai.models.openfold.geometry import Frames, quat_to_rot, torsion_angles_to_frames
+from hpcai.models.openfold.layers import Dropout
 from hpcai.models.openfold.structures import Chain
 from tests.reference_data import load_arrays
 
@@ -56,6 +58,25 @@ def random_batch(
         samples.append(featurize(chain, random_alignment(chain, 9, seed), templates, cfg, index=seed, passes=passes))
     tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in collate(samples).items()}
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def random_network(dtype: torch.dtype = torch.float64, **changes: Any) -> OpenFold:
+    """Return a tiny network with random last layers of branches, which a new network initializes to 0."""
+    torch.manual_seed(0)
+    model = OpenFold(OpenFoldConfig.preset("tiny", **changes))
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model.to(dtype)
+
+
+def without_dropout(model: OpenFold) -> OpenFold:
+    for layer in model.modules():
+        if isinstance(layer, Dropout):
+            layer.rate = 0.0
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    return model
 
 
 def unsharded_masks(msa: Tensor, pair: Tensor) -> Masks:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
@@ -20,6 +21,12 @@ def load_json(name: str) -> Any:
 def load_arrays(name: str) -> dict[str, np.ndarray]:
     with np.load(DATA / f"{name}.npz", allow_pickle=False) as file:
         return dict(file)
+
+
+def load_tensors(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Return arrays as tensors, floating-point ones in ``dtype``."""
+    stored = {key: torch.from_numpy(array) for key, array in load_arrays(name).items()}
+    return {key: x.to(dtype) if x.is_floating_point() else x for key, x in stored.items()}
 
 
 def digest(array: np.ndarray) -> str:

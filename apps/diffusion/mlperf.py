@@ -3,11 +3,6 @@
 from hpcai.mllog import DISCLOSED, Benchmark, Entry, Goal, Lookup, in_steps
 
 
-def _rate_of_a_sample(setting: Lookup) -> float:
-    """Return Stable Diffusion's base rate: the peak divided by the global batch."""
-    return float(setting("step.lr") / setting("data.batch"))
-
-
 def _between_evaluations(setting: Lookup) -> int:
     """Return the number of samples."""
     return int(setting("run.steps_per_epoch") * setting("run.global_batch") * setting("train.evaluate_every"))
@@ -26,7 +21,8 @@ _COMMON = (
 BENCHMARKS = {
     "stable_diffusion": Benchmark(
         name="stable_diffusion",
-        entries=(*_COMMON, Entry("opt_base_learning_rate", _rate_of_a_sample)),
+        # The peak divided by the global batch.
+        entries=(*_COMMON, Entry("opt_base_learning_rate", lambda setting: setting("step.lr") / setting("data.batch"))),
         metric="", metric_key="eval_accuracy", log_samples=True,
         goals=(Goal("fid", "FID", 90.0), Goal("clip_cosine", "CLIP", 0.15, higher=True)),
     ),

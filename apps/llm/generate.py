@@ -164,10 +164,9 @@ def read_prompts(path: Path) -> list[Prompt]:
 def read_completed(out: Path | None, path: Path, prompts: Sequence[Prompt]) -> set[int]:
     """Return the lines of ``path`` that have a result in ``out``, after truncating an incomplete last line of an interrupted run.
     Raises DataError if ``out`` belongs to other prompts."""
-    if out is None:
-        return set()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if not out.exists():
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    if out is None or not out.exists():
         return set()
     with out.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)

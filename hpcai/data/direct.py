@@ -77,7 +77,8 @@ class MemoryPool:
 
     def allocate(self, size: int) -> np.ndarray:
         """Return ``size`` uninitialised bytes at an aligned address. The memory extends to a multiple of ALIGN.   [size] uint8"""
-        rounded = _size_class(size)
+        step = max(ALIGN, 1 << max(max(size, 1).bit_length() - 3, 0))  # at most a quarter: samples of similar sizes share blocks
+        rounded = -(-max(size, 1) // step) * step
         with self._lock:
             self._largest = max(self._largest, rounded)
             self._reclaim()
@@ -121,12 +122,6 @@ class MemoryPool:
                 self._unused -= size
             if not blocks:
                 del self._free[size]
-
-
-def _size_class(size: int) -> int:
-    """Return the size rounded up by at most a quarter, so that samples of similar sizes share blocks."""
-    step = max(ALIGN, 1 << max(max(size, 1).bit_length() - 3, 0))
-    return -(-max(size, 1) // step) * step
 
 
 class _Mapping(mmap.mmap):

@@ -24,7 +24,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if weight is not None and bias is not None and not torch.compiler.is_compiling() and _fused(x):
         from hpcai.kernels import layernorm_triton
 
-        return layernorm_triton.layer_norm(x, weight, bias, eps, _autocast_dtype(x) if autocast_output else _output_dtype(x))
+        wide = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return layernorm_triton.layer_norm(x, weight, bias, eps, _autocast_dtype(x) if autocast_output else wide)
     return reference(x, weight, bias, eps, autocast_output)
 
 
@@ -43,7 +44,3 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     enabled = not x.is_meta and torch.is_autocast_enabled(device) and x.dtype != torch.float64  # meta has no autocast
     return torch.get_autocast_dtype(device) if enabled else x.dtype
-
-
-def _output_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype

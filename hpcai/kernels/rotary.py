@@ -20,7 +20,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     """
     if torch.compiler.is_compiling():
         return reference(q, cos, sin, interleaved), reference(k, cos, sin, interleaved)
-    if _is_fused(q, k):
+    if triton_support.is_supported(q) and q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float32):
         from hpcai.kernels import rotary_triton
 
         return rotary_triton.apply_rotary(q, k, cos, sin, interleaved)
@@ -42,11 +42,6 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) ->
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
     return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
-
-
-def _is_fused(q: Tensor, k: Tensor) -> bool:
-    """Whether the Triton kernel supports these tensors."""
-    return triton_support.is_supported(q) and q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float32)
 
 
 class _Rotation(torch.autograd.Function):

@@ -89,7 +89,7 @@ class AllGather(_Collective):
 
     def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
         args, size = (self.axis, self.dim), sizes[0] if sizes else x.shape[self.dim + 1]
-        return partial(_all_gather, *args, size), partial(_reduce_scatter, *args, x.shape[self.dim])
+        return partial(start_all_gather, *args, size), partial(start_reduce_scatter, *args, x.shape[self.dim])
 
 
 class AllToAll(_Collective):
@@ -219,14 +219,16 @@ class _Finish(torch.autograd.Function):
         return grad.new_empty(0), None
 
 
-def _all_gather(axis: Axis, dim: int, size: int, x: Tensor) -> Work:
+def start_all_gather(axis: Axis, dim: int, size: int, x: Tensor) -> Work:
+    """Start to gather shards of ``dim``, of which the first ``size`` elements are kept."""
     local = x.contiguous()
     gathered = local.new_empty((axis.size, *local.shape))
     work = all_gather(gathered.view(-1), local.view(-1), axis)
     return Work(work, axis, local, lambda: _concat(gathered, dim, size))
 
 
-def _reduce_scatter(axis: Axis, dim: int, local_size: int, grad: Tensor) -> Work:
+def start_reduce_scatter(axis: Axis, dim: int, local_size: int, grad: Tensor) -> Work:
+    """Start to sum ``grad`` over ranks; the result is the shard of this rank, ``local_size`` elements of ``dim``."""
     slices = _split(grad, dim, axis.size, local_size)
     local = torch.empty_like(slices[0])
     return Work(ReduceScatter(local.view(-1), slices.view(-1), axis), axis, slices, lambda: local)

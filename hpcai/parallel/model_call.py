@@ -4,12 +4,13 @@
 arguments and ends the function, the second returns the model's output. All other attributes are the model's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from hpcai.errors import ConfigError
 
@@ -31,7 +32,7 @@ class ModelCall:
     @property
     def has_grad_args(self) -> bool:
         """Whether an argument other than the first requires a gradient."""
-        return any(tensor.requires_grad for tensor in _tensors((self.args[1:], self.kwargs)))
+        return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((self.args[1:], self.kwargs)))
 
 
 def capture_call(function: Callable[..., Any], model: nn.Module, batch: Any, context: ContextFactory) -> ModelCall:
@@ -83,14 +84,6 @@ class _ModelProxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (dict, tuple, list)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(value)
 
 
 def _shapes(tree: Any) -> Any:

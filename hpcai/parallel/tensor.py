@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.dist.collectives import ReduceScatter, all_gather, all_reduce_
+from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.mesh import Axis
 from hpcai.dynamo import disable_dynamo
 from hpcai.errors import ConfigError, MeshError
 from hpcai.nn.lm_head import LMHead, VocabShard
 from hpcai.nn.matmul import FusedLinear, LocalResult, Pending, SequenceShard
 from hpcai.nn.quantized import QuantizedLinear, WeightFormat
+from hpcai.parallel.axial import Work, start_all_gather, start_reduce_scatter
 from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.parallel.sharding import shard_
 
@@ -179,7 +180,7 @@ class _ParallelVocab(VocabShard):
         self._shard_sizes = [vocab_size * (rank + 1) // axis.size - vocab_size * rank // axis.size for rank in range(axis.size)]
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
-        return hidden if self.sequence is None else _AsyncAllGather(hidden, self.axis, self.sequence).wait()
+        return hidden if self.sequence is None else _start_all_gather(hidden, self.axis, self.sequence).wait()
 
     def all_reduce(self, logs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         top = logs.clone()
@@ -191,48 +192,29 @@ class _ParallelVocab(VocabShard):
         if torch.is_grad_enabled():
             raise ConfigError("logits of a sharded vocabulary are gathered without gradients only; pass targets to train")
         padded = F.pad(logits, (0, max(self._shard_sizes) - logits.shape[-1]))[None]
-        gathered = _AsyncAllGather(padded, self.axis, 0).wait()
+        gathered = _start_all_gather(padded, self.axis, 0).wait()
         return torch.cat([part[..., :n] for part, n in zip(gathered, self._shard_sizes)], -1)
 
     def reduce_grad_input(self, gradient: Tensor) -> Tensor:
-        return _AsyncReduce(gradient, self.axis, self.sequence).wait()
+        return _start_reduce(gradient, self.axis, self.sequence).wait()
 
 
-class _AsyncAllGather:
-    """A running all-gather of equal shards of ``dim``.   [T/n, C] -> [T, C]"""
-
-    def __init__(self, x: Tensor, axis: Axis, dim: int) -> None:
-        self._dim, self._local = dim % x.ndim, x.contiguous()
-        self._gathered = x.new_empty((axis.size, *x.shape))
-        self._work = all_gather(self._gathered.view(-1), self._local.view(-1), axis)
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._gathered.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
+def _start_all_gather(x: Tensor, axis: Axis, dim: int) -> Work:
+    """Start to gather equal shards of ``dim``.   [T/n, C] -> [T, C]"""
+    return start_all_gather(axis, dim % x.ndim, x.shape[dim] * axis.size, x)
 
 
-class _AsyncReduce:
-    """A running all-reduce in place, or reduce-scatter along ``dim``.   [T, C] -> [T, C] or [T/n, C]"""
-
-    def __init__(self, value: Tensor, axis: Axis, dim: int | None) -> None:
-        self._work: Any
-        if dim is None:
-            self._sum = value
-            self._work = torch_dist.all_reduce(value, group=axis.group, async_op=True)
-            return
-        dim, n = dim % value.ndim, axis.size
-        if value.shape[dim] % n:
-            raise MeshError(
-                f"{value.shape[dim]} tokens cannot be sharded equally over mesh.{axis.name}={n}; pad them to a multiple of {n}, or "
-                "leave the sequence unsharded"
-            )
-        parts = value.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
-        self._sum = torch.empty_like(parts[0])
-        self._work = ReduceScatter(self._sum.view(-1), parts.view(-1), axis)
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._sum
+def _start_reduce(value: Tensor, axis: Axis, dim: int | None) -> Work:
+    """Start an all-reduce in place, or a reduce-scatter along ``dim``.   [T, C] -> [T, C] or [T/n, C]"""
+    if dim is None:
+        return Work(torch_dist.all_reduce(value, group=axis.group, async_op=True), axis, value, lambda: value)
+    tokens, n = value.shape[dim], axis.size
+    if tokens % n:
+        raise MeshError(
+            f"{tokens} tokens cannot be sharded equally over mesh.{axis.name}={n}; pad them to a multiple of {n}, or "
+            "leave the sequence unsharded"
+        )
+    return start_reduce_scatter(axis, dim % value.ndim, tokens // n, value)
 
 
 class _ParallelSequence(SequenceShard):
@@ -242,10 +224,10 @@ class _ParallelSequence(SequenceShard):
         self._axis, self._dim = axis, dim
 
     def all_gather(self, x: Tensor) -> Pending:
-        return LocalResult(x) if self._dim is None else _AsyncAllGather(x, self._axis, self._dim)
+        return LocalResult(x) if self._dim is None else _start_all_gather(x, self._axis, self._dim)
 
     def reduce_scatter(self, gradient: Tensor) -> Pending:
-        return _AsyncReduce(gradient, self._axis, self._dim)
+        return _start_reduce(gradient, self._axis, self._dim)
 
 
 class _ReduceOutput(torch.autograd.Function):
@@ -257,12 +239,12 @@ class _ReduceOutput(torch.autograd.Function):
         ctx.axis, ctx.dim = axis, dim
         if dim is None:
             ctx.mark_dirty(y)
-        return _AsyncReduce(y, axis, dim).wait()
+        return _start_reduce(y, axis, dim).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy if ctx.dim is None else _AsyncAllGather(dy, ctx.axis, ctx.dim).wait(), None, None
+        return dy if ctx.dim is None else _start_all_gather(dy, ctx.axis, ctx.dim).wait(), None, None
 
 
 def _vocab_range(vocab_size: int, axis: Axis) -> tuple[int, int]:

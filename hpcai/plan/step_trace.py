@@ -196,9 +196,6 @@ class StepTracer(TorchDispatchMode):
         self._trace.events.append(Communication(name, sum(map(_bytes, tensors)), ranks, self._communications))
         return _Work(self, self._communications)
 
-    def add_wait(self, number: int) -> None:
-        self._trace.events.append(Wait(number))
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, kwargs = function(*args, **(kwargs or {})), kwargs or {}
         schema, name = function._schema, function.overloadpacket.__name__
@@ -250,7 +247,7 @@ class _Work(torch_dist.Work):
         self._tracer, self._number = tracer, number
 
     def wait(self, *_: Any) -> bool:
-        self._tracer.add_wait(self._number)
+        self._tracer._trace.events.append(Wait(self._number))
         return True
 
     def is_completed(self) -> bool:

@@ -94,6 +94,12 @@ class App:
         return run
 
 
+def run_on_ranks(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
+    """Return the exit codes and the output of ``ranks`` processes, which may fail."""
+    with fork_processes(call, output, ranks) as forks:
+        return forks.wait(60)
+
+
 def damage(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> None:
     """Apply the change named ``kind`` to the first training file of ``data``, and index it as if it had been written so."""
     path = next((data / "train").glob("*.h5"))

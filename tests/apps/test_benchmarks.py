@@ -15,7 +15,6 @@ from apps.openfold.benchmarks import Benchmark as Openfold
 from hpcai import config, dist
 from hpcai.cli import ablate, benchmarks
 from hpcai.cli.bench import app as bench
-from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.collate import tree_map
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
@@ -26,6 +25,7 @@ from hpcai.parallel.axial import AllToAll
 from hpcai.parallel.batchnorm import AllReduce
 from hpcai.train.evaluation import InlineEvaluation, TrainingRanksEvaluation
 from hpcai.train.step import Step
+from tests.apps.app_runs import run_on_ranks
 from tests.ranks.launch import on_ranks
 
 SMALL = {
@@ -261,8 +261,7 @@ def run_strided_conv() -> None:
 
 def test_a_torch_convolution_of_strided_maps_does_not_crash(tmp_path: Path) -> None:
     """oneDNN's backward pass crashes at this size (torch 2.13)."""
-    with fork_processes(run_strided_conv, tmp_path / "output") as forks:
-        codes, output = forks.wait()
+    codes, output = run_on_ranks(run_strided_conv, tmp_path / "output", 1)
     assert codes == [0], output
 
 

@@ -30,14 +30,9 @@ ENDLESS = ["train.epochs=300", "checkpoint.every_steps=100000"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def remove_indexes(data: Path) -> None:
-    """Remove the indexes, which do not match files that are changed later."""
-    for split in ("train", "validation"):
-        (data / split / "index.json").unlink()
-
-
 def damage_data(data: Path, kind: str) -> None:
-    remove_indexes(data)
+    for split in ("train", "validation"):
+        (data / split / "index.json").unlink()  # it would not match a changed file
     if kind == "no folder":
         shutil.rmtree(data)
     elif kind == "truncated":

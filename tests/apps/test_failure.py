@@ -16,10 +16,9 @@ from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.sampler import Shuffled
 from hpcai.train.flight_recorder import LAST_FAILURE, read_bundle
 from hpcai.train.step import Step
-from tests.apps.app_runs import metric_by_step
-from tests.apps.small_apps import COSMOFLOW
+from tests.apps.app_runs import metric_by_step, run_on_ranks
+from tests.apps.small_apps import COSMOFLOW as APP
 
-APP = COSMOFLOW
 INVALID_COUNT = -2  # of particles: its logarithm, an input of the network, is NaN
 
 
@@ -31,11 +30,6 @@ def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with h5py.File(folder / "train" / "universe_00003.h5", "r+") as file:
         file["counts"][1, 3, 3, 3, 0] = INVALID_COUNT
     return folder
-
-
-def run_on_ranks(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
-    with fork_processes(call, output, ranks) as forks:
-        return forks.wait(60)
 
 
 def find_bundle(run: Path) -> Path:

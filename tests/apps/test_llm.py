@@ -197,18 +197,13 @@ def test_only_answers_are_trained_on_and_scored(tmp_path: Path) -> None:
     assert metric_by_step(run, "evaluate")[len(samples[0])] == pytest.approx(nats / sum(map(len, answers[1])), rel=1e-5)
 
 
-def read_commands(page: str) -> list[list[str]]:
-    """Return the commands of the first shell block, split into arguments."""
-    block = re.findall(r"```sh\n(.*?)```", page, re.S)[0]
-    return [shlex.split(line, comments=True) for line in block.splitlines()]
-
-
 def test_three_commands_go_from_a_folder_of_text_to_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Run the commands of the page on a library of a few files with a smaller model, then its notebook cell."""
     page = (ROOT / "apps/llm/README.md").read_text()
-    prepare, fit, generate = read_commands(page)
+    first_block = re.findall(r"```sh\n(.*?)```", page, re.S)[0]
+    prepare, fit, generate = (shlex.split(line, comments=True) for line in first_block.splitlines())
     for command, module in ((prepare, "data_prep.text"), (fit, "apps.llm"), (generate, "apps.llm")):
         assert command[:3] == ["python", "-m", module]
     (tmp_path / "lib").mkdir()

@@ -48,10 +48,6 @@ def read_notebook(name: str) -> Names:
     return notebook
 
 
-def code_cells(name: str) -> list[str]:
-    return ["".join(cell["source"]) for cell in read_notebook(name)["cells"] if cell["cell_type"] == "code"]
-
-
 def replace_constants(cell: str, values: Names) -> str:
     """Return the first cell, which only assigns constants, with other values."""
     constants = {}
@@ -79,7 +75,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: No
 def run_notebook(name: str, values: Names) -> Names:
     """Run all cells and return the names that they define."""
     names: Names = {"__name__": "__main__"}
-    cells = code_cells(name)
+    cells = ["".join(cell["source"]) for cell in read_notebook(name)["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate([replace_constants(cells[0], values), *cells[1:]]):
         exec(compile(cell, f"{name}.ipynb, code cell {number}", "exec"), names)
         for figure in map(plt.figure, plt.get_fignums()):

@@ -9,7 +9,6 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from apps.openfold.data import FIELDS, TEMPLATE_FIELDS, Chains, _check_lengths, 
 from apps.openfold.fold import fold, read_fasta
 from apps.openfold.settings import Config, FoldConfig
 from hpcai import config, log
-from hpcai.cli.subprocesses import fork_processes
 from hpcai.data import Rows
 from hpcai.data.index import INDEX, write_index
 from hpcai.data.sampler import Weighted
@@ -33,7 +31,7 @@ from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt
 from hpcai.models.openfold.residues import ATOM_ORDER
 from tests.apps.app_contract import AppContract
-from tests.apps.app_runs import damage, metric_by_step
+from tests.apps.app_runs import damage, metric_by_step, run_on_ranks
 from tests.apps.small_apps import OPENFOLD as APP
 from tests.ranks.launch import on_ranks
 
@@ -379,11 +377,6 @@ def test_a_chain_that_is_too_short_to_be_sharded_is_named_before_training(data: 
     _check_lengths(rows, np.arange(6), int(rows.column("residues").min()))
     with pytest.raises(DataError, match=r"validation/\S+ row \d+: \d+ residues for the 99 ranks of mesh.axial; take"):
         _check_lengths(rows, np.arange(6), 99)
-
-
-def run_on_ranks(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
-    with fork_processes(call, output, ranks) as forks:
-        return forks.wait(60)
 
 
 def test_a_rank_that_is_killed_in_a_collective_of_a_sharded_chain_ends_the_others_with_its_name(

@@ -6,7 +6,7 @@ import io
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +40,12 @@ def content(out: Path) -> dict[str, bytes]:
 def field_types(fields: store.Fields) -> dict[str, tuple[str, tuple[Any, ...]]]:
     """Return the dtype and shape of each field, for readers."""
     return {name: (field.dtype, field.shape) for name, field in fields.items()}
+
+
+def check_error(capsys: pytest.CaptureFixture[str], *texts: str) -> None:
+    """Assert that the command has written one line of error with these texts."""
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and all(text in error for text in texts), error
 
 
 def read_json(path: Path) -> Any:
@@ -104,6 +110,13 @@ def check_fails(run: Run, dataset: Path, out: Path, change: Callable[[h5py.File]
     return True
 
 
+def write_files(folder: Path, files: Mapping[str, bytes | str]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
+    return folder
+
+
 class PrepContract:
     """The tests of each simulated data set. Functions that all data sets share are tested with cosmoflow."""
 
@@ -122,8 +135,7 @@ class PrepContract:
     def test_bad_options_are_refused(self, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str) -> None:
         out = shutil.copytree(dataset, tmp_path / "same")
         assert self.run("simulate", out, *self.small, *options.split()) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and self.invalid[options] in error, error
+        check_error(capsys, self.invalid[options])
         assert content(out) == content(dataset)
 
 

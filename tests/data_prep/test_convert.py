@@ -11,7 +11,7 @@ import pytest
 
 from data_prep import cosmoflow, tfrecord
 from hpcai.errors import MissingExtraError
-from tests.data_prep.prep_contract import columns, runner
+from tests.data_prep.prep_contract import check_error, columns, runner
 from tests.reference_data import DATA, load_arrays
 
 pytest.importorskip("google_crc32c")
@@ -175,17 +175,14 @@ def test_a_damaged_file_is_reported_with_its_byte(data, messages, tmp_path, caps
     (tmp_path / "flat").mkdir()
     write(tmp_path / "flat" / "bad.tfrecord", data())
     assert convert(tmp_path / "flat", tmp_path / "out", "--split", "train") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "bad.tfrecord" in error
-    assert all(text in error for text in messages), error
+    check_error(capsys, "bad.tfrecord", *messages)
     assert not list((tmp_path / "out").rglob("*.h5")) and not list((tmp_path / "out").rglob("*.partial"))
 
 
 def test_an_error_in_a_worker_is_the_same_line(public, tmp_path, capsys):
     write(public / "train" / "u_003.tfrecord", record(3)[:-1])
     assert convert(public, tmp_path / "out", "--rows-per-file", "1", workers="2") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "u_003.tfrecord: truncated in the record at byte 0" in error
+    check_error(capsys, "u_003.tfrecord: truncated in the record at byte 0")
 
 
 @pytest.mark.parametrize(
@@ -198,8 +195,7 @@ def test_an_error_in_a_worker_is_the_same_line(public, tmp_path, capsys):
 def test_a_wrong_source_is_reported_in_one_line(prepare, options, message, tmp_path, capsys):
     prepare(tmp_path / "source")
     assert convert(tmp_path / "source", tmp_path / "out", *options) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    check_error(capsys, message)
 
 
 @pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf.descriptor_pb2"])

@@ -13,7 +13,7 @@ from data_prep.atmosphere import VARIABLES
 from data_prep.sphere import Grid
 from hpcai.data.hdf5 import Rows
 from hpcai.errors import DataError
-from tests.data_prep.prep_contract import PrepContract, read_json, runner
+from tests.data_prep.prep_contract import PrepContract, check_error, read_json, runner
 
 SMALL = ["--height", "48", "--width", "72", "--spacing", "1", "--samples", "20", "--rows", "6", "--no-check"]
 NAMES = list(VARIABLES)
@@ -162,8 +162,7 @@ def test_a_faulty_step_is_refused_with_its_name(tmp_path, capsys, fault):
     if isinstance(change, bytes):
         path.write_bytes(change)
     assert run("convert", tmp_path, tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and all(text in error for text in ("data-1.h5", *messages)), error
+    check_error(capsys, "data-1.h5", *messages)
     assert not list((tmp_path / "out").rglob("*.h5")) and not list((tmp_path / "out").rglob("*.partial"))
 
 

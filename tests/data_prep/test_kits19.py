@@ -16,7 +16,7 @@ from data_prep import kits19, nifti, phantom
 from hpcai.cli.check import Options, check_dataset
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import preprocess
-from tests.data_prep.prep_contract import PrepContract, cache_results, check_fails, read_json, runner
+from tests.data_prep.prep_contract import PrepContract, cache_results, check_error, check_fails, read_json, runner
 
 SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
 GRID = ["--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32"]
@@ -302,8 +302,7 @@ def test_a_faulty_case_is_refused_with_its_name(public, tmp_path, capsys, fault)
     damage, name, messages = FAULTS[fault]
     damage(tmp_path / "in" / "case_00001")
     assert run("convert", tmp_path / "in", tmp_path / "out", *GRID) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and all(text in error for text in (f"case_00001/{name}", *messages)), error
+    check_error(capsys, f"case_00001/{name}", *messages)
     assert not list((tmp_path / "out" / "train").glob("*")) and not list((tmp_path / "out").rglob("*.partial"))
 
 

@@ -6,7 +6,7 @@ import shutil
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from hpcai.errors import DataError, MissingExtraError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network, save_folder
 from hpcai.settings import LoaderConfig
 from tests.captions import WORDS, save_tokenizer
-from tests.data_prep.prep_contract import columns, content, damage, read_json
+from tests.data_prep.prep_contract import check_error, columns, content, damage, read_json, write_files
 
 _REASON = "transformers is not installed: captions are NOT tested; pip install hpcai-suite[latents]"
 transformers: Any = pytest.importorskip("transformers", reason=_REASON)
+pytestmark = pytest.mark.usefixtures("quiet_hugging_face")
 
 SIZE, SIDE, L, N = 16, 4, 2, 7
 IMAGES, POSITIONS, J, POOLED = 10, 9, 8, 12
@@ -36,15 +37,6 @@ SMALL = ["--size", SIZE, "--validation", 3, "--rows", 3, "--batch", 2, "--length
 
 
 # ---- networks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +79,6 @@ def npy(values: np.ndarray) -> bytes:
 
 def caption(number: int) -> str:
     return " ".join(WORDS[(number + n) % len(WORDS)] for n in range(1 + number % 5))
-
-
-def write_files(folder: Path, files: Mapping[str, bytes | str]) -> Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
-    return folder
 
 
 def write_tar(path: Path, members: Mapping[str, bytes | str]) -> Path:
@@ -523,8 +508,7 @@ def test_unusable_sources_are_refused_by_name(
         options, model_options = [], []
     base_options = SMALL if layout != "flux" else ["--workers", 1]
     assert convert(folder, tmp_path / "out", *base_options, *model_options, *options) == 2
-    error_text = capsys.readouterr().err
-    assert error_text.startswith("error: ") and error in error_text and error_text.count("\n") == 1, error_text
+    check_error(capsys, error)
     assert not (tmp_path / "out" / "statistics.json").exists() or case == "empty caption"
 
 

@@ -28,7 +28,7 @@ from data_prep import documents, packing, store, text
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
-from tests.data_prep.prep_contract import check_fails, content, read_json, set_to
+from tests.data_prep.prep_contract import check_error, check_fails, content, read_json, set_to, write_files
 from tests.reference_data import DATA
 
 GOLDEN = str(DATA / "llm" / "tokenizer")
@@ -46,13 +46,6 @@ DOCUMENTS = Counter([*NOTES.values(), *LINES, *TABLE, *SEQUENCES])
 
 def json_lines(texts: Sequence[str]) -> bytes:
     return b"".join(json.dumps({"id": n, "text": each}).encode() + b"\n" for n, each in enumerate(texts))
-
-
-def write_files(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, data in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -315,11 +308,11 @@ def test_tables_arrays_and_compressed_lines_have_a_document_for_each_record(
 def test_unusable_tables_and_arrays_are_refused(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
     path = write_files(tmp_path, {name: data}) / name
     try:
-        found = next(item.reason for item in read_file(path) if isinstance(item, documents.Unusable))
+        reported = next(item.reason for item in read_file(path) if isinstance(item, documents.Unusable))
     except DataError as problem:
-        found = str(problem)
-        assert found.startswith(f"{path}: ") and "\n" not in found
-    assert reason in found
+        reported = str(problem)
+        assert reported.startswith(f"{path}: ") and "\n" not in reported
+    assert reason in reported
 
 
 def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,7 +507,7 @@ REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
     "text for answers": ({"a.txt": b"a"}, ["--prompt", "q", "--answer", "a"], "has no fields, expected .jsonl, .json, .csv"),
     "no messages": ({"a.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}'}, ["--chat", "--tokenizer", GOLDEN],
                     "a.jsonl: line 1: nothing that is an answer"),
-    "refused by the template": ({"a.jsonl": b'{"messages": [{"role": "tool"}]}'}, ["--chat", "--tokenizer", GOLDEN],
+    "refused by the template": ({"a.jsonl": b'{"messages": [{"role": "tool", "content": ""}]}'}, ["--chat", "--tokenizer", GOLDEN],
                                 "tokenizer.json: chat template: unknown role: tool; more than --bad 0.01"),
 }  # fmt: skip
 
@@ -526,8 +519,7 @@ def test_unusable_sources_are_refused_by_name(case: str, tmp_path: Path, capsys:
     tokenizer = [] if "--tokenizer" in options else ["--tokenizer", "bytes"]
     held_out = [] if "--held-out" in options else ["--held-out", 0]
     assert convert(tmp_path / "in", tmp_path / "out", "--sequence", T, *held_out, *tokenizer, *options) == 2
-    output = capsys.readouterr().err
-    assert output.startswith("error: ") and error in output and output.count("\n") == 1, output
+    check_error(capsys, error)
 
 
 @pytest.mark.parametrize(

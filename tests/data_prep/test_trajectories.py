@@ -4,7 +4,6 @@ import json
 import lzma
 import re
 import zlib
-from contextlib import contextmanager
 
 import ase.build
 import ase.calculators.emt
@@ -16,7 +15,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms, FixCartesian
 
 from data_prep import frames, trajectories
-from tests.data_prep.prep_contract import columns, read_json
+from tests.data_prep.prep_contract import check_error, columns, read_json
 from tests.data_prep.test_opencatalyst import run
 from tests.reference_data import load_arrays, load_json
 
@@ -47,6 +46,15 @@ def make_images(number=6, metal="Cu", seed=0, **labels):
     return images
 
 
+def read_converted(out, row):
+    """Return the frames of a converted original file, whose statistics are those of ``row``."""
+    statistics, part = read_json(out / "statistics.json")["splits"]["train"], columns(out / "train")
+    assert statistics["frames"] == row["frames"] and sorted({*part["atoms"].tolist()}) == row["natoms"]
+    assert statistics["energy"]["mean"] == pytest.approx(row["energy_mean"], rel=1e-9)
+    assert statistics["forces"]["zero_mae"] == pytest.approx(row["zero_force_mae_free"], rel=1e-5)
+    return part
+
+
 @pytest.mark.originals
 @pytest.mark.parametrize("row", PUBLIC, ids=lambda row: row["source_file"])
 def test_every_original_file_is_converted(tmp_path, row, capsys, originals):
@@ -58,10 +66,7 @@ def test_every_original_file_is_converted(tmp_path, row, capsys, originals):
     for number, source in enumerate(source for source in sources if trajectories.file_format(source)):
         out = tmp_path / str(number)
         assert run("convert", source, out, "--validation", "0", "--skip-bad", "--label", "as given") == 0
-        statistics, part = read_json(out / "statistics.json")["splits"]["train"], columns(out / "train")
-        assert statistics["frames"] == row["frames"] and sorted({*part["atoms"].tolist()}) == row["natoms"]
-        assert statistics["energy"]["mean"] == pytest.approx(row["energy_mean"], rel=1e-9)
-        assert statistics["forces"]["zero_mae"] == pytest.approx(row["zero_force_mae_free"], rel=1e-5)
+        part = read_converted(out, row)
         assert part["pbc"][0].astype(bool).tolist() == row["pbc"] and run("check", out, "--no-picture") == 0
         parts.append(part)
     for name in ("numbers", "positions", "forces", "fixed", "energy", "cell", "edges", "triplets"):
@@ -80,22 +85,11 @@ def load_relaxation():
 
 
 def test_a_real_relaxation_is_converted(tmp_path):
-    """The expected statistics are those of the original file."""
-    row, source = PUBLIC[0], tmp_path / "random1447590.extxyz"
+    source = tmp_path / "random1447590.extxyz"
     ase.io.write(source, [*load_relaxation()])
     assert run("convert", source, tmp_path / "out", "--validation", "0", "--label", "as given") == 0
-    statistics, part = read_json(tmp_path / "out" / "statistics.json")["splits"]["train"], columns(tmp_path / "out" / "train")
-    assert statistics["frames"] == row["frames"] and sorted({*part["atoms"].tolist()}) == row["natoms"]
-    assert statistics["energy"]["mean"] == pytest.approx(row["energy_mean"], rel=1e-9)
-    assert statistics["forces"]["zero_mae"] == pytest.approx(row["zero_force_mae_free"], rel=1e-5)
-    arrays = load_arrays("relaxations/random1447590")
+    part, arrays = read_converted(tmp_path / "out", PUBLIC[0]), load_arrays("relaxations/random1447590")
     assert np.abs(part["forces"].reshape(arrays["forces"].shape) - arrays["forces"]).max() < 1e-5
-
-
-@contextmanager
-def open_lmdb(path):
-    with lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24) as env, env.begin(write=True) as transaction:
-        yield transaction
 
 
 def write_aselmdb(path, atoms_list, method="vasp"):
@@ -103,7 +97,7 @@ def write_aselmdb(path, atoms_list, method="vasp"):
     def array(values):
         values = np.asarray(values)
         return {"__ndarray__": [list(values.shape), str(values.dtype), values.ravel().tolist()]}
-    with open_lmdb(path) as transaction:
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24) as env, env.begin(write=True) as transaction:
         for n, atoms in enumerate(atoms_list, 1):
             arrays = {"numbers": atoms.numbers, "positions": atoms.positions, "pbc": atoms.pbc, "cell": atoms.cell.array,
                       "forces": atoms.calc.results["forces"], "tags": atoms.get_tags()}  # fmt: skip
@@ -255,9 +249,7 @@ def test_errors_are_one_line_and_skipped_on_demand(tmp_path, capsys, fault):
     write_spoiled(tmp_path / "in", fault)
     source, options = next((tmp_path / "in").glob("a.*")), ["--validation", "0", "--label", "EMT"]
     assert run("convert", source, tmp_path / "out", *options) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1, error
-    assert all(text in error for text in (source.name, *REFUSED[fault])), error
+    check_error(capsys, source.name, *REFUSED[fault])
     assert not list(tmp_path.rglob("*.h5")) and not list(tmp_path.rglob("*.partial"))
     ase.io.write(tmp_path / "in" / "good.traj", make_images(3, "Ag"))
     assert run("convert", tmp_path / "in", tmp_path / "less", *options, "--skip-bad") == 0

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,17 +23,12 @@ from diffusers.models.transformers import transformer_flux  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def compute_in_float64(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch, one_thread: None, quiet_hugging_face: None) -> None:
     """Have diffusers compute sinusoidal and rotary embeddings in float64 instead of float32."""
     double = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
     for module in (embeddings, transformer_flux):
         monkeypatch.setattr(module, "torch", double)
     monkeypatch.setattr(Tensor, "float", Tensor.double)
-    level = diffusers.logging.get_verbosity()
-    diffusers.logging.set_verbosity_error()
-    diffusers.logging.disable_progress_bar()
-    yield
-    diffusers.logging.set_verbosity(level)
 
 
 def draw_shapes(draw: random.Random) -> dict[str, Any]:

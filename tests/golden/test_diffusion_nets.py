@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network
 from hpcai.models.diffusion.blocks import sinusoidal_embedding
@@ -16,17 +16,11 @@ from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
 from tests.hash_values import fill_parameters
-from tests.reference_data import DATA, load_arrays, load_json
+from tests.reference_data import DATA, load_json, load_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HOME = DATA / "diffusion"
 SD2, UNET2D, VAES = (load_json(f"diffusion/{name}/cases") for name in ("sd2_unet_tiny", "unet2d_tiny", "vae_tiny"))
-
-
-def load_tensors(name: str) -> dict[str, Tensor]:
-    """Return stored arrays as tensors, converted to float64 if they are floating-point."""
-    stored = {key: torch.from_numpy(array) for key, array in load_arrays(f"diffusion/{name}").items()}
-    return {key: x.double() if x.is_floating_point() else x for key, x in stored.items()}
 
 
 def check_close(actual: Any, expected: Any, tolerance: float = 1e-10) -> None:
@@ -54,7 +48,7 @@ def build_unet(case: str) -> UNet:
 
 @pytest.mark.parametrize("case", SD2)
 def test_a_unet_with_cross_attention(case: str) -> None:
-    io, expected, net = load_tensors(f"sd2_unet_tiny/{case}"), SD2[case], build_unet(case)
+    io, expected, net = load_tensors(f"diffusion/sd2_unet_tiny/{case}"), SD2[case], build_unet(case)
     inputs = io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"])
     check_close(sinusoidal_embedding(io["timestep"], net.cfg.channels[0], torch.float64), io["time_proj"], 1e-4)  # float32
     adamw = expected["adamw"]
@@ -80,7 +74,7 @@ def test_a_unet_with_cross_attention(case: str) -> None:
 
 @pytest.mark.parametrize("case", UNET2D)
 def test_a_unet_with_self_attention(case: str) -> None:
-    io, net = load_tensors(f"unet2d_tiny/{case}"), load_network(HOME / "unet2d_tiny" / UNET2D[case]["folder"]).double()
+    io, net = load_tensors(f"diffusion/unet2d_tiny/{case}"), load_network(HOME / "unet2d_tiny" / UNET2D[case]["folder"]).double()
     out = net(io["sample"], io["timestep"], Condition(classes=io.get("class_labels")))
     check_close(out, io["out_f64"])
     loss = (out - io["target"]).square().mean()
@@ -91,7 +85,7 @@ def test_a_unet_with_self_attention(case: str) -> None:
 
 @pytest.mark.parametrize("case", VAES)
 def test_an_autoencoder(case: str) -> None:
-    io, expected = load_tensors(f"vae_tiny/{case}"), VAES[case]
+    io, expected = load_tensors(f"diffusion/vae_tiny/{case}"), VAES[case]
     vae = load_network(HOME / "vae_tiny" / expected["folder"]).double()
     latents = vae.encode(io["image"])
     z, recon = latents.sample(io["noise"]), vae.decode(latents.mean)

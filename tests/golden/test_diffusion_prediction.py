@@ -10,16 +10,11 @@ from torch import Tensor
 from hpcai.models.diffusion.config import ObjectiveConfig
 from hpcai.models.diffusion.prediction import NoisySample, Objective, alphas_cumprod, loss_weights
 from hpcai.models.diffusion.samplers import apply_guidance, karras_sigmas, shift_times
-from tests.reference_data import check_subsample, load_arrays, load_json
+from tests.reference_data import check_subsample, load_arrays, load_json, load_tensors
 
 FOLDER = "diffusion/objectives"
 PredictionType = Literal["epsilon", "v", "x0"]
 PREDICTION_TYPES: list[PredictionType] = ["epsilon", "v", "x0"]
-
-
-def load_tensors(name: str) -> dict[str, Tensor]:
-    """Return stored arrays as float64 tensors; some are stored in float32 without loss."""
-    return {key: torch.from_numpy(value).double() for key, value in load_arrays(f"{FOLDER}/{name}").items()}
 
 
 def objective_config(name: str, **overrides: Any) -> ObjectiveConfig:
@@ -52,7 +47,7 @@ def test_min_snr_weights_of_all_levels(name: str, gamma: int, prediction_type: P
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
 def test_input_target_weight_and_loss_of_a_schedule(prediction_type: PredictionType, dtype: torch.dtype) -> None:
-    stored, tolerance = load_tensors("vp"), 1e-11 if dtype == torch.float64 else 1e-6
+    stored, tolerance = load_tensors(f"{FOLDER}/vp"), 1e-11 if dtype == torch.float64 else 1e-6
     for gamma in (None, load_json(f"{FOLDER}/settings")["vp"]["min_snr_gamma"]):
         objective = Objective(objective_config("sd2", prediction_type=prediction_type, min_snr=gamma))
         noisy = objective.add_noise(stored["x0"].to(dtype), stored["noise"].to(dtype), stored["timesteps"].float())
@@ -70,7 +65,7 @@ def test_input_target_weight_and_loss_of_a_schedule(prediction_type: PredictionT
 @pytest.mark.parametrize("per_sample", [True, False], ids=["per_sample_tensors", "host_scalars"])
 @pytest.mark.parametrize("prediction_type", PREDICTION_TYPES)
 def test_conversion_of_predictions(prediction_type: PredictionType, per_sample: bool) -> None:
-    stored, objective = load_tensors("vp"), Objective(objective_config("sd2", prediction_type=prediction_type))
+    stored, objective = load_tensors(f"{FOLDER}/vp"), Objective(objective_config("sd2", prediction_type=prediction_type))
     alpha, sigma = objective.alpha_sigma(stored["timesteps"])
     indices = [slice(None)] if per_sample else [slice(i, i + 1) for i in range(len(alpha))]
     for index in indices:
@@ -84,7 +79,7 @@ def test_conversion_of_predictions(prediction_type: PredictionType, per_sample: 
 
 
 def test_edm() -> None:
-    stored, cfg = load_tensors("edm"), load_json(f"{FOLDER}/settings")["edm"]
+    stored, cfg = load_tensors(f"{FOLDER}/edm"), load_json(f"{FOLDER}/settings")["edm"]
     settings = {"sigma_data": cfg["sigma_data"], "mean": cfg["P_mean"], "deviation": cfg["P_std"]}
     objective = Objective(ObjectiveConfig(prediction_type="edm", **settings))
     noisy = objective.add_noise(stored["x0"], stored["noise"], stored["sigma"])
@@ -104,7 +99,7 @@ def test_edm() -> None:
 
 
 def test_flow() -> None:
-    stored, objective = load_tensors("flow"), Objective(ObjectiveConfig(prediction_type="flow"))
+    stored, objective = load_tensors(f"{FOLDER}/flow"), Objective(ObjectiveConfig(prediction_type="flow"))
     noisy = objective.add_noise(stored["x0"], stored["noise"], stored["t"])
     check_close(noisy.input, stored["x_t"])
     check_close(noisy.time, stored["t"])
@@ -115,7 +110,7 @@ def test_flow() -> None:
 
 
 def test_logit_normal_times() -> None:
-    stored = load_tensors("flow")
+    stored = load_tensors(f"{FOLDER}/flow")
     for i, (mean, deviation) in enumerate(load_json(f"{FOLDER}/settings")["flow"]["logit_normal"]):
         objective = Objective(ObjectiveConfig(prediction_type="flow", times="logit_normal", mean=mean, deviation=deviation))
         check_close(objective.sample_times(stored["normal"], stored["normal"]), stored[f"logit_normal_sample_{i}"])
@@ -137,6 +132,6 @@ def test_sigmas_of_karras() -> None:
 
 
 def test_guidance() -> None:
-    stored, cfg = load_tensors("guidance"), load_json(f"{FOLDER}/settings")["guidance"]
+    stored, cfg = load_tensors(f"{FOLDER}/guidance"), load_json(f"{FOLDER}/settings")["guidance"]
     check_close(apply_guidance(stored["cond"], stored["uncond"], cfg["scale"]), stored["guided"])
     check_close(apply_guidance(stored["cond"], stored["uncond"], cfg["scale"], cfg["rescale"]), stored["guided_rescaled"])

@@ -182,22 +182,7 @@ def test_new_adapters_change_no_output() -> None:
         llm.adapt(LLM.load(model_folder("llama31_tiny")), LoRAConfig(targets=("query",)))
 
 
-ERRORS = {
-    "adapter_of_another_model": "layers.0.self_attn.q_proj.lora_A.weight is [2, 10], expected [2, 8]; it is of another model",
-    "adapter_for_absent_modules": "query_key_value.lora_A.weight belongs to no layer of the model; is it an adapter",
-    "adapter_of_unknown_kind": "adapter_config.json: an adapter of kind 'IA3'; expected a plain LORA",
-    "missing_shard": "model-00002-of-00002.safetensors: does not exist; fetch or save the folder again",
-    "truncated_shard": "model-00002-of-00002.safetensors: no safetensors file, or damaged",
-    "index_names_absent_tensor": "layers.1.self_attn.v_proj.weight is not in model-00002-of-00002.safetensors, as the index says",
-    "tensor_absent": "has no model.layers.1.mlp.up_proj.weight",
-    "extra_tensor": "has model.layers.1.self_attn.q_proj.bias, which no module of the settings has",
-    "heads_do_not_divide": "config.json: width 8 is not a multiple of 3 heads; give head, or other sizes",
-    "wrong_vocabulary": "model.embed_tokens.weight is [16, 8], the settings make it [17, 8]",
-    "unknown_model_type": "config.json: a model of type 'nosuchmodel'; expected one of llama, gpt2",
-    "unknown_rope_type": "config.json: rope_type is 'spiral'; expected default, linear or llama3",
-    "config_not_json": "config.json: not JSON (Unterminated string starting at: line 11 column 3 (char 189)); expected settings",
-    "nan_weight": "model.layers.0.mlp.down_proj.weight has elements that are not finite",
-}
+ERRORS = load_json("llm/broken/errors")  # by fault, the folder's name
 
 
 @pytest.mark.parametrize("fault", ERRORS)

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,15 +46,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def compute_in_float64(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch, one_thread: None, quiet_hugging_face: None) -> None:
     """Have Llama of transformers compute norms, angles and softmax in float64 instead of float32."""
     dtypes = {"float32": torch.float64, "float": torch.float64}
     monkeypatch.setattr(modeling_llama, "torch", SimpleNamespace(**vars(torch) | dtypes))
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 def randomize(model: nn.Module, seed: int) -> nn.Module:

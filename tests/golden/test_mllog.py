@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from hpcai import config, dist, train
 from hpcai.errors import ConfigError, DataError
 from hpcai.log import Event
 from hpcai.mllog import PREFIX, Benchmark, MlperfLog, judge_checkpoint
+from tests.reference_data import load_json
 
 APPS = Path(__file__).resolve().parents[2] / "apps"
 compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
@@ -38,52 +38,11 @@ class Case(NamedTuple):
     steps: int | None
     metrics: list[float]
     expected: dict[str, Any]
-    optional: set[str]
+    optional: list[str]
     start: dict[str, Any] = {}
 
 
-NODES = {"accelerators_per_node", "number_of_nodes", "number_of_ranks", "submission_status"}  # Training does not require these
-CASES = {
-    "cosmoflow": Case("hpc 3.0.0", "", 2, [0.2, math.nan, 0.123], {
-        "cache_clear": False, "submission_org": "reference", "submission_division": "closed", "submission_status": "onprem",
-        "submission_platform": "8 x NVIDIA H200", "submission_benchmark": "cosmoflow", "number_of_nodes": 2,
-        "accelerators_per_node": 4, "number_of_ranks": 8, "global_batch_size": 32, "train_samples": 64, "eval_samples": 16,
-        "seed": 7, "opt_name": "sgd", "opt_base_learning_rate": 1e-3, "opt_learning_rate_warmup_epochs": 2.0,
-        "opt_learning_rate_warmup_factor": 4.0, "opt_learning_rate_decay_boundary_epochs": [4.0, 6.0],
-        "opt_learning_rate_decay_factor": [0.25, 0.0625], "opt_weight_decay": 0.0, "dropout": 0.5, "target_quality": 0.124,
-        "eval_error": 0.123,
-    }, {"number_of_ranks", "seed", "opt_weight_decay", "dropout", "target_quality"}),
-    "openfold": Case("hpc 3.0.0", "openfold/configs/batch128.yaml", 40, [0.7, 0.78, 0.801], {"submission_benchmark": "openfold"},
-                     {"number_of_ranks", "seed", "gradient_accumulation_steps"},
-                     {"train_samples": 594_595, "validation_samples": 180, "parameters": 93_229_082}),
-    "unet3d": Case("training 4.0.0", "unet3d/configs/node.yaml", 3, [0.5, 0.9, 0.9081], {
-        "submission_benchmark": "unet3d", "global_batch_size": 56, "train_samples": 168, "eval_samples": 42, "seed": 0,
-        "gradient_accumulation_steps": 1, "opt_name": "sgd", "opt_base_learning_rate": 2.0, "opt_momentum": 0.9,
-        "opt_weight_decay": 0.0, "opt_learning_rate_warmup_epochs": 1000, "opt_learning_rate_decay_boundary_epochs": [],
-        "opt_learning_rate_decay_factor": 1.0, "oversampling": 0.4, "training_input_shape": [128] * 3,
-        "validation_input_shape": [128] * 3, "validation_overlap": 0.5, "target_quality": 0.908, "eval_accuracy": 0.9081,
-    }, {*NODES, "target_quality"} - {"submission_status"}, {"train_samples": 168, "validation_samples": 42}),
-    "llama31_8b": Case("training 6.1.0", "llm/configs/llama31-8b.yaml", None, [4.0, 3.31, 3.29], {
-        "global_batch_size": 32, "eval_samples": 1024, "max_sequence_length": 8192, "opt_name": "adamw", "max_steps": 1_200_000,
-        "opt_learning_rate_warmup_steps": 512, "opt_learning_rate_decay_steps": 1_199_488, "opt_end_learning_rate": 5e-5,
-        "gradient_accumulation_steps": 4, "micro_batch_size": 1, "tensor_parallelism": 1,
-        "lowest_numerical_precision_in_linear": "bfloat16",
-    }, {*NODES, "seed", "target_accuracy"}, {"validation_samples": 1024}),
-    "llama2_70b_lora": Case("training 6.1.0", "llm/configs/llama2-70b-lora.yaml", None, [1.1, 0.94, 0.924], {
-        "global_batch_size": 8, "eval_samples": 173, "lora_rank": 16, "lora_alpha": 32.0, "opt_base_learning_rate": 4e-4,
-        "opt_learning_rate_training_steps": 1024, "opt_gradient_clip_norm": 0.3, "tensor_parallelism": 4, "micro_batch_size": 1,
-    }, {*NODES, "seed", "target_accuracy", "max_sequence_length", "opt_learning_rate_warmup_steps", "opt_name"},
-        {"train_samples": 3901, "validation_samples": 173}),
-    "flux1": Case("training 6.1.0", "diffusion/configs/flux.yaml", None, [0.7, 0.5861, 0.586], {
-        "global_batch_size": 1024, "eval_samples": 29_696, "evaluation_frequency": 262_144, "opt_name": "adamw",
-        "opt_base_learning_rate": 2.5e-4, "opt_learning_rate_warmup_steps": 800, "opt_adamw_beta_2": 0.95, "micro_batch_size": 128,
-        "opt_adamw_weight_decay": 0.1, "opt_gradient_clip_norm": 1.0, "lowest_numerical_precision_in_comm": "bfloat16",
-    }, {*NODES, "seed", "target_accuracy"}, {"train_samples": 1_099_776, "validation_samples": 29_696}),
-    "stable_diffusion": Case("training 5.0.0", "diffusion/configs/sd2-node.yaml", None, [0.3, 0.25, 0.2], {
-        "global_batch_size": 512, "eval_samples": 30_000, "opt_name": "adamw", "opt_base_learning_rate": 1.25e-7,
-        "opt_learning_rate_warmup_steps": 1000, "opt_adamw_beta_1": 0.9, "opt_adamw_epsilon": 1e-8, "opt_adamw_weight_decay": 0.01,
-    }, {*NODES, "seed", "submission_org", "submission_platform"}, {"train_samples": 1_099_776, "validation_samples": 29_696}),
-}  # fmt: skip
+CASES = {name: Case(**case) for name, case in load_json("mllog/cases").items()}
 SCORES = [{"fid": 120.0, "clip_cosine": 0.1}, {"fid": 90.0, "clip_cosine": 0.15}, {"fid": 70.0, "clip_cosine": 0.17}]
 
 

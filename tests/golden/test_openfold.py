@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcai.models.openfold.config import ObjectiveConfig, OpenFoldConfig
 from hpcai.models.openfold.load import from_public, load_weights, to_public
 from hpcai.models.openfold.model import OpenFold, Prediction
 from hpcai.models.openfold.objective import lddt, loss_terms, weighted_total
-from tests import reference_data
+from tests import proteins
+from tests.reference_data import load_json, load_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
@@ -18,29 +19,20 @@ PUBLIC_NAMES = {
     "fape": "fape", "chi": "supervised_chi", "distogram": "distogram", "masked_msa": "masked_msa", "plddt": "plddt_loss",
     "resolved": "experimentally_resolved", "violation": "violation", "aligned_error": "tm",
 }  # fmt: skip
+FOLDER = "openfold/network"
 Arrays = dict[str, Tensor]
-
-
-def load_tensors(path: str, dtype: torch.dtype = torch.float64) -> Arrays:
-    stored = {name: torch.from_numpy(value) for name, value in reference_data.load_arrays(f"openfold/{path}").items()}
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stored.items()}
 
 
 def build_network(dtype: torch.dtype) -> OpenFold:
     model = OpenFold(OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True}))
-    model.load_state_dict(from_public(load_tensors("network/state_dict"), model.state_dict()))
-    for layer in model.modules():
-        if hasattr(layer, "rate"):
-            layer.rate = 0.0
-        if isinstance(layer, nn.Dropout):
-            layer.p = 0.0
-    return model.to(dtype)
+    model.load_state_dict(from_public(load_tensors(f"{FOLDER}/state_dict"), model.state_dict()))
+    return proteins.without_dropout(model).to(dtype)
 
 
 def predict(model: OpenFold, dtype: torch.dtype) -> tuple[Prediction, Arrays, Arrays]:
-    batch = load_tensors("network/batch", dtype)
+    batch = load_tensors(f"{FOLDER}/batch", dtype)
     name = "fp64" if dtype == torch.float64 else "fp32"
-    return model(batch), {key: value[..., -1] for key, value in batch.items()}, load_tensors(f"network/outputs_{name}", dtype)
+    return model(batch), {key: value[..., -1] for key, value in batch.items()}, load_tensors(f"{FOLDER}/outputs_{name}", dtype)
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.float64, 1e-12), (torch.float32, 3e-5)])
@@ -71,7 +63,7 @@ def test_every_loss_and_every_gradient(clamped: bool) -> None:
     model = build_network(torch.float64)
     prediction, targets, _ = predict(model, torch.float64)
     targets["use_clamped_fape"] = torch.full_like(targets["use_clamped_fape"], float(clamped))
-    stored = reference_data.load_json(f"openfold/network/losses_{'and_grad_norms' if clamped else 'unclamped'}_fp64")
+    stored = load_json(f"{FOLDER}/losses_{'and_grad_norms' if clamped else 'unclamped'}_fp64")
     losses = stored.get("losses", stored)
     terms = loss_terms(prediction, targets, ALL)
     for name, term in terms.items():
@@ -82,21 +74,21 @@ def test_every_loss_and_every_gradient(clamped: bool) -> None:
     if not clamped:
         return
     loss.backward()
-    expected = from_public(load_tensors("network/grads_fp64"), model.state_dict())
+    expected = from_public(load_tensors(f"{FOLDER}/grads_fp64"), model.state_dict())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert (parameter.grad - expected[name]).norm() <= 1e-7 * expected[name].norm() + 1e-11, name
 
 
 def test_public_weights_load_and_convert_to_alphafold_s_shapes(tmp_path: Path) -> None:
-    public = load_tensors("network/state_dict", torch.float32)
+    public = load_tensors(f"{FOLDER}/state_dict", torch.float32)
     torch.save(public, tmp_path / "public.pt")
     model = load_weights(tmp_path / "public.pt")
     assert model.cfg == OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True})
     converted = to_public(model.state_dict(), model.cfg)
     assert converted.keys() == public.keys() and all(torch.equal(value, public[name]) for name, value in converted.items())
     model.save(tmp_path / "params.npz", form="alphafold")
-    batch, expected = load_tensors("network/batch", torch.float32), load_tensors("network/outputs_fp32")["final_atom_positions"]
+    batch, expected = load_tensors(f"{FOLDER}/batch", torch.float32), load_tensors(f"{FOLDER}/outputs_fp32")["final_atom_positions"]
     with torch.no_grad():
         positions = load_weights(tmp_path / "params.npz")(batch).positions
     residues = batch["seq_mask"][..., -1].bool()

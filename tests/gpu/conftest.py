@@ -6,11 +6,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from hpcai.train import rng
 from tests.gpu.device import GPU, ON_GPU
+from tests.gpu.volumes import make_volume
 
 HERE = Path(__file__).parent
 
@@ -22,6 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if no_gpu:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu"))
+
+
+@pytest.fixture(scope="module")
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Write as many volumes as the module has, of its shape."""
+    folder = tmp_path_factory.mktemp("volumes")
+    for index in range(request.module.COUNT):
+        np.save(folder / f"{index:03d}.npy", make_volume(index, request.module.SHAPE))
+    return sorted(folder.glob("*.npy"))
 
 
 @pytest.fixture(autouse=True)

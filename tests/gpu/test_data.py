@@ -19,41 +19,9 @@ from hpcai.data.layout import Layout, hdf5_layout, npy_layout
 from hpcai.data.loader import Loader
 from hpcai.nn.cuda_graph import graph_factory
 from tests.gpu.device import DEVICE, ON_GPU, forbid_synchronization, occupy_stream, synchronize
+from tests.gpu.volumes import Volumes, make_volume
 
 COUNT, SHAPE = 48, (16, 32, 32, 4)
-
-
-def make_volume(index: int) -> np.ndarray:
-    return np.random.default_rng(index).integers(0, 100, SHAPE).astype(np.int16)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("volumes")
-    for index in range(COUNT):
-        np.save(folder / f"{index:03d}.npy", make_volume(index))
-    return sorted(folder.glob("*.npy"))
-
-
-class Volumes:
-    """Samples read with direct I/O into a small pool of pinned memory, so that it is soon reused."""
-
-    def __init__(self, files: list[Path], device: torch.device, mode: Any = "auto") -> None:
-        self.paths = files
-        self.layouts = [npy_layout(path) for path in files if path.suffix == ".npy"]
-        self.reader = Reader(mode, threads=4, memory=MemoryPool(max_unused=1 << 20, pin=device if device.type == "cuda" else None))
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def sample(self, index: int, epoch: int) -> dict[str, Any]:
-        return {"volume": self.layouts[index].read(self.reader), "index": np.array(index)}
-
-    def describe(self, index: int) -> str:
-        return self.paths[index].name
-
-    def close(self) -> None:
-        self.reader.close()
 
 
 @pytest.mark.parametrize("mode", ["auto", "buffered"])
@@ -68,7 +36,8 @@ def test_direct_reads_into_pinned_memory_are_right_after_the_upload(files: list[
                 synchronize()  # otherwise the memory could be reused before the copy
                 del array
                 expected = npy_layout(path).read(buffered, slice(index % 5, 12))
-                assert np.array_equal(copied.cpu(), expected) and np.array_equal(expected, make_volume(index)[index % 5 : 12]), turn
+                volume = make_volume(index, SHAPE)
+                assert np.array_equal(copied.cpu(), expected) and np.array_equal(expected, volume[index % 5 : 12]), turn
 
 
 def test_pinned_memory_comes_and_goes_in_threads_while_graphs_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +81,7 @@ def test_batches_are_right_while_the_stream_is_busy(files: list[Path], order: An
             delivered += [int(i) for index, _ in batches[-len(loader) :] for i in index]
     for index, volume in batches:
         for i, array in zip(index.tolist(), volume.cpu()):
-            assert np.array_equal(array, make_volume(i)), f"sample {i}"
+            assert np.array_equal(array, make_volume(i, SHAPE)), f"sample {i}"
     assert [sorted(delivered[e * COUNT : (e + 1) * COUNT]) for e in range(3)] == [list(range(COUNT))] * 3
     if order == "strict":
         with Loader(Volumes(files, torch.device("cpu")), batch, dist.single_process(), **kwargs) as loader:
@@ -169,7 +138,7 @@ def test_dali_gives_what_numpy_gives_while_the_stream_is_busy(files: list[Path])
     for number, (indices, batch) in enumerate(zip(order, batches)):
         for row, index in enumerate(indices.tolist()):
             draws = random_numbers(3, number * 4 // COUNT, number * 4 % COUNT + row)
-            expected = make_volume(index)[:, :, ::-1] if draws[0] < 0.5 else make_volume(index)
+            expected = make_volume(index, SHAPE)[:, :, ::-1] if draws[0] < 0.5 else make_volume(index, SHAPE)
             assert np.array_equal(batch["volume"][row].cpu(), expected), (number, row)
             assert int(batch["index"][row]) == index
 

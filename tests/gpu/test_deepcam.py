@@ -19,14 +19,14 @@ def new_step(device: str, **overrides: Any) -> train.Step:
     return train.Step(model, deepcam.loss, StepConfig(**overrides), dist.single_process(torch.device(device)), graph=GRAPH)
 
 
-def make_batch(device: str, seed: int) -> deepcam.Batch:
+def make_batch(device: torch.device, seed: int) -> deepcam.Batch:
     generator = torch.Generator().manual_seed(seed)
     fields = torch.rand(2, 96, 144, 16, generator=generator)
     return deepcam.Batch(fields.to(device), (fields[..., 0] * 3).to(torch.uint8).to(device))
 
 
-def train_losses(step: train.Step, device: str) -> list[float]:
-    return [step(make_batch(device, i), 1e-3)["loss"].item() for i in range(6)]
+def train_losses(step: train.Step) -> list[float]:
+    return [step(make_batch(step.mesh.device, i), 1e-3)["loss"].item() for i in range(6)]
 
 
 LAMB = {"optimizer": "lamb", "eps": 1e-6, "weight_decay": 0.01, "clip": 1.0, "decay_names": ("*",)}
@@ -34,13 +34,13 @@ LAMB = {"optimizer": "lamb", "eps": 1e-6, "weight_decay": 0.01, "clip": 1.0, "de
 
 def test_the_gpu_trains_as_the_cpu_does() -> None:
     disable_tf32()
-    assert train_losses(new_step(GPU, **LAMB), GPU) == pytest.approx(train_losses(new_step("cpu", **LAMB), "cpu"), rel=5e-3)
+    assert train_losses(new_step(GPU, **LAMB)) == pytest.approx(train_losses(new_step("cpu", **LAMB)), rel=5e-3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_captured_is_eager(precision: str) -> None:
     eager, captured = (new_step(GPU, precision=precision, capture=mode, **LAMB) for mode in ("none", "whole"))
-    assert train_losses(captured, GPU) == pytest.approx(train_losses(eager, GPU), rel=1e-3 if precision == "fp32" else 2e-2)
+    assert train_losses(captured) == pytest.approx(train_losses(eager), rel=1e-3 if precision == "fp32" else 2e-2)
     for name, tensor in eager.model.state_dict().items():
         # Two forms of the update round differently, and steps in bfloat16 amplify it: from 2e-10 to 2 % of a statistic.
         tolerance = 5e-3 if precision == "fp32" else max(5e-3, 3e-2 * tensor.abs().max().item())

@@ -22,7 +22,7 @@ CASES = "cosmoflow-batch-4", "deepcam-batch-8", "unet3d-batch-2", "opencatalyst-
 def test_a_step_of_published_size_fits_and_is_finite(name: str, variant: str) -> None:
     if name.startswith("openfold") and variant != "eager" and not ON_GPU:
         pytest.skip("one_hot reads its input on a CPU")
-    app, case = gpu_steps._cases()[name]
+    app, case = gpu_steps.cases()[name]
     bench = gpu_steps.StepBenchmark(name, find_workload(app), case, SimpleNamespace(tiny=not ON_GPU))
     workload, mesh, cfg, batch = bench.workload, bench.mesh, bench.settings(variant), bench.batches[0]
     if ON_GPU:

@@ -4,29 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcai import dist, train
-from hpcai.models.openfold import OpenFold, OpenFoldConfig, loss
-from hpcai.models.openfold.layers import Dropout
+from hpcai.models.openfold import OpenFold, loss
 from hpcai.settings import StepConfig
 from tests import proteins
 from tests.gpu.device import GPU, GRAPH, cuda_only, disable_tf32
 
 
 def build_network(device: str, dtype: torch.dtype = torch.float32, checkpoint: bool = False) -> OpenFold:
-    """Return a tiny model without dropout. Weights initialized to 0 are random, otherwise no gradient would pass its branches."""
-    torch.manual_seed(0)
-    model = OpenFold(OpenFoldConfig.preset("tiny", checkpoint=checkpoint))
-    for parameter in model.parameters():
-        if not parameter.any():
-            nn.init.normal_(parameter, std=0.1)
-    for layer in model.modules():
-        if isinstance(layer, Dropout):
-            layer.rate = 0.0
-        if isinstance(layer, nn.Dropout):
-            layer.p = 0.0
-    return model.to(device, dtype)
+    return proteins.without_dropout(proteins.random_network(torch.float32, checkpoint=checkpoint)).to(device, dtype)
 
 
 def make_batch(device: str, dtype: torch.dtype = torch.float32, passes: int = 2, seed: int = 0) -> dict[str, Tensor]:

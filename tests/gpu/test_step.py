@@ -21,22 +21,8 @@ from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.profile import Profile, span
 from hpcai.train.step import Step
-from tests.gpu.device import DEVICE, GRAPH, cuda_only
-
-SIZE = 32
-
-
-def make_batch(seed: int, count: int = 4) -> cosmoflow.Batch:
-    generator = torch.Generator().manual_seed(seed)
-    counts = torch.randint(0, 50, (count, SIZE, SIZE, SIZE, 4), dtype=torch.int16, generator=generator)
-    return cosmoflow.Batch(counts.to(DEVICE), (2 * torch.rand(count, 4, generator=generator) - 1).to(DEVICE))
-
-
-def new_step(dropout: float = 0.0, loss: Any = cosmoflow.loss, **overrides: Any) -> Step:
-    torch.manual_seed(0)
-    model = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=SIZE, filters=8, dropout=dropout))
-    return Step(model, loss, StepConfig(**overrides), dist.single_process(DEVICE), graph=GRAPH)
-
+from tests.gpu.device import DEVICE, cuda_only
+from tests.gpu.test_cosmoflow import make_batch, new_step
 
 CASES = [
     {"optimizer": "sgd", "clip": 1.0, "ema_decay": 0.9},

@@ -1,6 +1,7 @@
 """`fit` never waits for the GPU; loaders, pinned memory, capture and background evaluation do not change its results."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,6 @@ import torch
 from torch import nn
 
 from hpcai import dist
-from hpcai.data.direct import MemoryPool, Reader
-from hpcai.data.layout import npy_layout
 from hpcai.data.loader import Loader
 from hpcai.settings import CheckpointConfig, StepConfig, TrainConfig
 from hpcai.train.checkpoint import Checkpoints
@@ -19,40 +18,10 @@ from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.loop import fit
 from hpcai.train.run import Result, Run
 from hpcai.train.step import Step
-from tests.gpu.device import DEVICE, GRAPH, ON_GPU, disable_tf32, forbid_synchronization
+from tests.gpu.device import DEVICE, GRAPH, disable_tf32, forbid_synchronization
+from tests.gpu.volumes import Volumes, make_volume
 
 COUNT, SHAPE = 24, (16, 16, 16, 2)
-
-
-def make_volume(index: int) -> np.ndarray:
-    return np.random.default_rng(index).integers(0, 100, SHAPE).astype(np.int16)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folder = tmp_path_factory.mktemp("volumes")
-    for index in range(COUNT):
-        np.save(folder / f"{index:03d}.npy", make_volume(index))
-    return sorted(folder.glob("*.npy"))
-
-
-class Volumes:
-    """Volumes read from files; the target is the index."""
-
-    def __init__(self, files: list[Path], reader: Any) -> None:
-        self.layouts, self.reader = [npy_layout(path) for path in files], reader
-
-    def __len__(self) -> int:
-        return len(self.layouts)
-
-    def sample(self, index: int, epoch: int) -> dict[str, Any]:
-        return {"volume": self.layouts[index].read(self.reader), "target": np.float32(index / COUNT)}
-
-    def describe(self, index: int) -> str:
-        return self.layouts[index].path.name
-
-    def close(self) -> None:
-        self.reader.close()
 
 
 class Network(nn.Module):
@@ -67,13 +36,17 @@ class Network(nn.Module):
         return self.out(x.mean((2, 3, 4)))[:, 0]
 
 
+def errors(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(batch["volume"]) - batch["index"] / COUNT
+
+
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    error = model(batch["volume"]) - batch["target"]
+    error = errors(model, batch)
     return {"loss": error.square().mean(), "worst": error.detach().abs().amax()}
 
 
 def metric(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-    error = model(batch["volume"]) - batch["target"]
+    error = errors(model, batch)
     return {"mae": (error.abs().sum(), len(error))}
 
 
@@ -84,19 +57,16 @@ def new_step(**overrides: Any) -> Step:
     return Step(Network(), loss, StepConfig(ema_decay=0.9, clip=1.0, **overrides), dist.single_process(DEVICE), graph=GRAPH)
 
 
-def load_batches(files: list[Path], count: int = 6, size: int = 4) -> list[dict[str, torch.Tensor]]:
-    rows = [np.arange(size * i, size * i + size) % COUNT for i in range(count)]
-    return [
-        {"volume": torch.from_numpy(np.stack([make_volume(i) for i in row])).to(DEVICE),
-         "target": torch.from_numpy(row.astype(np.float32) / COUNT).to(DEVICE)} for row in rows
-    ]  # fmt: skip
+def load_batches() -> list[dict[str, torch.Tensor]]:
+    volumes = torch.from_numpy(np.stack([make_volume(index, SHAPE) for index in range(COUNT)])).to(DEVICE)
+    return [{"volume": part, "index": rows} for part, rows in zip(volumes.split(4), torch.arange(COUNT, device=DEVICE).split(4))]
 
 
 @pytest.mark.parametrize("capture", ["none", "forward", "whole"])
 @pytest.mark.parametrize("compare", [None, 2])
-def test_fit_never_waits_for_the_gpu(files: list[Path], capture: str, compare: int | None) -> None:
+def test_fit_never_waits_for_the_gpu(capture: str, compare: int | None) -> None:
     """Reports are copied to the host during the next step, from the first step to the end."""
-    step, batches = new_step(capture=capture), load_batches(files)
+    step, batches = new_step(capture=capture), load_batches()
     for _ in range(3):  # libraries select algorithms, and graphs are captured
         step(batches[0])
     cfg = TrainConfig(steps=14, report_every=3, replica_check_every=compare)
@@ -108,18 +78,14 @@ def test_fit_never_waits_for_the_gpu(files: list[Path], capture: str, compare: i
 
 @pytest.fixture
 def sources(files: list[Path]) -> Iterator[Any]:
-    """Loaders with the direct reader and a small pool of pinned memory, so that it is soon reused."""
-    loaders: list[Loader] = []
+    with ExitStack() as stack:
 
-    def loader(name: str, **kwargs: Any) -> Loader:
-        reader = Reader("auto", threads=3, memory=MemoryPool(max_unused=1 << 16, pin=DEVICE if ON_GPU else None))
-        mesh = dist.single_process(DEVICE)
-        loaders.append(Loader(Volumes(files, reader), 4, mesh, name=name, workers=3, prefetch=1 << 19, **kwargs))
-        return loaders[-1]
+        def loader(name: str, **kwargs: Any) -> Loader:
+            source = Volumes(files, DEVICE, threads=3, max_unused=1 << 16)
+            mesh = dist.single_process(DEVICE)
+            return stack.enter_context(Loader(source, 4, mesh, name=name, workers=3, prefetch=1 << 19, **kwargs))
 
-    yield loader
-    for each in loaders:
-        each.close()
+        yield loader
 
 
 def logged_values(result: Result) -> tuple[list[dict[str, float]], list[dict[str, float]]]:

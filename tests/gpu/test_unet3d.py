@@ -59,21 +59,22 @@ def loss_and_gradients(device: str, bf16: bool = False) -> tuple[float, dict[str
     return value.item(), {name: p.grad.double().cpu() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_forward_and_backward_are_those_of_the_cpu() -> None:
-    disable_tf32()
-    (value, actual), (expected_value, expected) = loss_and_gradients(GPU), loss_and_gradients("cpu")
-    assert value == pytest.approx(expected_value, rel=1e-5)
+def check_against_cpu(bf16: bool, of_loss: float, of_gradient: float, of_largest: float) -> None:
+    """Compare the loss relative to its value, and gradients relative to their norms and the largest of them."""
+    (value, actual), (expected_value, expected) = loss_and_gradients(GPU, bf16), loss_and_gradients("cpu")
+    assert value == pytest.approx(expected_value, rel=of_loss)
     largest = max(float(g.norm()) for g in expected.values())
     for name, gradient in expected.items():
-        assert float((actual[name] - gradient).norm()) < 1e-3 * float(gradient.norm()) + 1e-5 * largest, name
+        assert float((actual[name] - gradient).norm()) < of_gradient * float(gradient.norm()) + of_largest * largest, name
+
+
+def test_forward_and_backward_are_those_of_the_cpu() -> None:
+    disable_tf32()
+    check_against_cpu(False, 1e-5, 1e-3, 1e-5)
 
 
 def test_bf16_is_close() -> None:
-    (value, actual), (expected_value, expected) = loss_and_gradients(GPU, bf16=True), loss_and_gradients("cpu")
-    assert value == pytest.approx(expected_value, rel=2e-2)
-    largest = max(float(g.norm()) for g in expected.values())
-    for name, gradient in expected.items():
-        assert float((actual[name] - gradient).norm()) < 0.15 * float(gradient.norm()) + 0.02 * largest, name
+    check_against_cpu(True, 2e-2, 0.15, 0.02)
 
 
 def test_every_volume_inside_is_channels_last() -> None:

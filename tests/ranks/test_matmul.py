@@ -126,8 +126,8 @@ def communication(mesh: Mesh, lora: LoRAConfig | None) -> list[str]:
     step = Step(model, llm.loss, StepConfig(capture="none"), mesh)
     layer = step.model.model.layers[0]  # type: ignore[union-attr, index]
     patch = pytest.MonkeyPatch()
-    for kind, name in ((tensor._AsyncAllGather, "gather"), (tensor._AsyncReduce, "sum")):
-        patch.setattr(kind, "__init__", _recording(kind.__init__, events, name))
+    for function, name in (("_start_all_gather", "gather"), ("_start_reduce", "sum")):
+        patch.setattr(tensor, function, _recording(getattr(tensor, function), events, name))
     with patch.context():
         x = torch.randn(1, 4, 32, requires_grad=True)
         y = layer(x, (torch.ones(1, 8, 8), torch.zeros(1, 8, 8)))
@@ -137,9 +137,9 @@ def communication(mesh: Mesh, lora: LoRAConfig | None) -> list[str]:
 
 
 def _recording(start: Any, events: list[str], name: str) -> Any:
-    def recorded(self: Any, *args: Any) -> None:
+    def recorded(*args: Any) -> Any:
         events.append(name)
-        start(self, *args)
+        return start(*args)
 
     return recorded
 

@@ -50,7 +50,7 @@ def test_a_published_step(name: str, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("name", gpu_steps.cases())
 def test_batches_of_the_loader_have_the_shapes_of_those_on_the_device(name: str) -> None:
     """A captured step would otherwise be captured again, or refused."""
-    app, case = gpu_steps._cases()[name]
+    app, case = gpu_steps.cases()[name]
     benchmark = gpu_steps.StepBenchmark(name, find_workload(app), case, SimpleNamespace(tiny=True))
     signatures = [batch_signature(batch) for batch in benchmark.batches]
     assert len(set(map(str, signatures))) == len(case.step_variants)
@@ -104,7 +104,7 @@ def test_a_gpu_adds_fields_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     graph_bytes = iter((10**9, 10**9 + 5 * 10**8))
     monkeypatch.setattr(gpu_steps.clocks, "graph_bytes", lambda: next(graph_bytes))
     monkeypatch.setattr(gpu_steps.clocks, "profile", lambda run, count: {"gaps_percent": 0.1, "turns": count})
-    app, case = gpu_steps._cases()["cosmoflow-batch-4"]
+    app, case = gpu_steps.cases()["cosmoflow-batch-4"]
     options = SimpleNamespace(tiny=True, repeats=2, seconds=9.0, rates={"matrix_tflops": 0.1})
     benchmark = gpu_steps.StepBenchmark("cosmoflow-batch-4", find_workload(app), case, options)
     benchmark.on_gpu = True

@@ -20,7 +20,7 @@ ALLOWED = {
     "models/cosmoflow/load.py: from_keras": "reads a file of weights",
     "models/cosmoflow/model.py: _to_tensor": "inference on NumPy arrays",
     "models/cosmoflow/model.py: to_physical": "results of inference",
-    "models/deepcam/model.py: segment": "inference on NumPy arrays", "models/dimenet/formats.py: _tensors": "reads files",
+    "models/deepcam/model.py: segment": "inference on NumPy arrays",
     "models/dimenet/graph.py: collate": "collates on the host", "models/diffusion/model.py: _per_channel": "results of inference",
     "models/llm/generation.py: sample_tokens": "copies each token to the host",
     "models/openfold/folding.py: prepare_features": "inference on NumPy arrays",
@@ -32,14 +32,6 @@ ALLOWED = {
 }  # fmt: skip
 """Functions that run once, or outside of a step."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def functions_by_name(tree: ast.AST) -> dict[str, list[Function]]:
-    functions: dict[str, list[Function]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, Function):
-            functions.setdefault(node.name, []).append(node)
-    return functions
 
 
 def descendants(node: ast.AST) -> Iterator[ast.AST]:
@@ -76,8 +68,9 @@ def find_host_values(sources: dict[str, str]) -> list[str]:
     trees = {path: ast.parse(text) for path, text in sources.items()}
     functions: dict[str, list[tuple[str, Function]]] = {}
     for path, tree in trees.items():
-        for name, each in functions_by_name(tree).items():
-            functions.setdefault(name, []).extend((path, function) for function in each)
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                functions.setdefault(node.name, []).append((path, node))
     lists = {
         path: {target.id for node in tree.body if isinstance(node, ast.Assign) and has_list(node.value)
                for target in node.targets if isinstance(target, ast.Name)} for path, tree in trees.items()
@@ -95,12 +88,9 @@ def find_host_values(sources: dict[str, str]) -> list[str]:
     })  # fmt: skip
 
 
-def read_sources() -> dict[str, str]:
-    return {str(path.relative_to(ROOT)): path.read_text() for part in PATTERNS for path in sorted(ROOT.glob(f"{part}.py"))}
-
-
 def test_no_step_creates_a_tensor_from_host_values() -> None:
-    lines = find_host_values(read_sources())
+    paths = [path for part in PATTERNS for path in sorted(ROOT.glob(f"{part}.py"))]
+    lines = find_host_values({str(path.relative_to(ROOT)): path.read_text() for path in paths})
     assert [line for line in lines if not line.startswith(tuple(f"{name}: " for name in ALLOWED))] == []
     assert {": ".join(line.split(": ")[:2]) for line in lines} == ALLOWED.keys(), "delete entries that are no longer needed"
 

@@ -36,13 +36,9 @@ def commands(page: str) -> Iterator[tuple[str, list[str]]]:
                     yield part, shlex.split(LAUNCHERS.sub("", part.replace(".venv/bin/", ""), count=1))
 
 
-def module_name(args: list[str]) -> str | None:
-    return args[args.index("-m") + 1] if "-m" in args else None
-
-
 def check_command(args: list[str]) -> None:
     """Assert that the program, module, settings and options of a command exist."""
-    name = module_name(args)
+    name = args[args.index("-m") + 1] if "-m" in args else None
     if name is None and args[0] == "hpcai":
         assert args[1] in cli.COMMANDS
         if args[1] == "run" and len(args) > 3:

@@ -33,7 +33,7 @@ def test_reference_data_are_small_and_each_folder_has_a_readme() -> None:
 def test_community_files_agree_with_the_repository() -> None:
     from hpcai import __version__
 
-    pages = {name: (ROOT / name).read_text() for name in ("SECURITY.md", "CONTRIBUTING.md", "docs/install.md")}
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "docs/install.md")}
     for name, text in pages.items():
         for path in re.findall(r"`((?:tests|apps|hpcai|docs)/[a-z_./-]*)[` ]", text):
             assert (ROOT / path).exists(), f"{name} names {path}"
@@ -82,8 +82,9 @@ def test_folders_written_by_commands_do_not_change_the_linter(tmp_path: Path) ->
 
 
 def test_binary_files_are_declared_in_gitattributes() -> None:
+    text = {".json", ".md", ".txt", ".yaml", ".a3m", ".sto", ".hhr", ".cif"}
     binary = {line.split()[0].removeprefix("*") for line in (ROOT / ".gitattributes").read_text().splitlines()}
-    assert {path.suffix for path in DATA.rglob("*") if path.is_file()} - {".json", ".md"} <= binary
+    assert {path.suffix for path in DATA.rglob("*") if path.is_file()} - text <= binary
 
 # A user's app: its worker process imports it and the apps of the wheel from the ``sys.path`` of the parent.
 USER_APP = """

@@ -124,18 +124,6 @@ def _layer_norm_inputs(draw: RandomInputs, rows: int, entries: int, channels: in
     return [x.requires_grad_(), draw(channels, wide=True), draw(channels, wide=True)]
 
 
-def _gate_inputs(draw: RandomInputs, entries: int, channels: int) -> list[Any]:
-    return [draw(1, channels, entries, entries), draw(1, channels, entries, entries), draw.mask(1, 1, entries, entries)]
-
-
-def _glu_halves_inputs(draw: RandomInputs, entries: int, channels: int) -> list[Any]:
-    return [draw(1, 2 * channels, entries, entries), draw.mask(1, 1, entries, entries)]
-
-
-def _triangle_inputs(draw: RandomInputs, entries: int, channels: int) -> list[Any]:
-    return [draw(1, 2 * channels, entries, entries, scale=entries**-0.5)]
-
-
 def _outer_inputs(draw: RandomInputs, rows: int, entries: int, few: int, channels: int) -> list[Any]:
     count = torch.full((1, entries, entries), rows, device=draw.device, dtype=draw.dtype)
     left, right = draw(1, rows, entries, few), draw(1, rows, entries, few)
@@ -196,22 +184,6 @@ def _meta_module(kind: Callable[[int], nn.Module], channels: int) -> nn.Module:
 def _norm_module(kind: Callable[[int], nn.Module], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     out: Tensor = torch.func.functional_call(_meta_module(kind, x.shape[1]), {"weight": weight, "bias": bias}, (x,))
     return out
-
-
-def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.0, 1e-5))
-
-
-def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.relu(F.instance_norm(x, weight=weight.to(x.dtype), bias=bias.to(x.dtype)))
-
-
-def _group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.silu(F.group_norm(x, _GROUPS, weight.to(x.dtype), bias.to(x.dtype)))
-
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype))
 
 
 # ---- FP8
@@ -318,28 +290,38 @@ KERNELS = [
     Kernel(
         "layernorm", _layer_norm_inputs,  # rows, entries, channels
         {"pairs": (256, 256, 128), "triangles": (256, 256, 128, True), "alignment": (128, 256, 256), "extra": (1024, 256, 64)},
-        (5, 6, 16), layernorm.layer_norm, _layer_norm,
+        (5, 6, 16), layernorm.layer_norm,
+        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype)),
     ),
     Kernel(
         "batchnorm", _channels_last_inputs,  # batch, channels, height, width
         {"first": (8, 64, 384, 576), "decoder": (8, 256, 192, 288), "middle": (8, 728, 48, 72), "deepest": (8, 2048, 48, 72)},
-        (2, 8, 6, 10), partial(_norm_module, partial(BatchNorm, relu=True, track_running_stats=False)), _batch_norm,
+        (2, 8, 6, 10), partial(_norm_module, partial(BatchNorm, relu=True, track_running_stats=False)),
+        lambda x, weight, bias: F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.0, 1e-5)),
     ),
     Kernel(
         "instancenorm", _channels_last_inputs,
         {"first": (7, 32, 128, 128, 128), "second": (7, 64, 64, 64, 64), "third": (7, 128, 32, 32, 32),
          "two": (2, 32, 128, 128, 128)},
-        (2, 8, 6, 6, 6), partial(_norm_module, partial(InstanceNorm, activation="relu")), _instance_norm,
+        (2, 8, 6, 6, 6), partial(_norm_module, partial(InstanceNorm, activation="relu")),
+        lambda x, weight, bias: F.relu(F.instance_norm(x, weight=weight.to(x.dtype), bias=bias.to(x.dtype))),
     ),
     Kernel(
         "groupnorm", _channels_last_inputs,
         {"volume": (2, 64, 64, 64, 64), "maps": (16, 320, 64, 64), "deep-maps": (16, 1280, 16, 16)},
-        (2, 16, 6, 6, 6), partial(_norm_module, partial(GroupNorm, _GROUPS, activation="silu")), _group_norm,
+        (2, 16, 6, 6, 6), partial(_norm_module, partial(GroupNorm, _GROUPS, activation="silu")),
+        lambda x, weight, bias: F.silu(F.group_norm(x, _GROUPS, weight.to(x.dtype), bias.to(x.dtype))),
     ),
-    Kernel("gate", _gate_inputs, {"triangle": (256, 256)}, (6, 8), gates.gate, gates.reference),  # entries, channels
-    Kernel("halves", _glu_halves_inputs, {"triangle": (256, 256)}, (6, 8), gates.glu_halves, gates.reference_glu_halves),
     Kernel(
-        "triangle", _triangle_inputs, {"outgoing": (256, 128)}, (6, 4),
+        "gate", lambda draw, n, channels: [draw(1, channels, n, n), draw(1, channels, n, n), draw.mask(1, 1, n, n)],
+        {"triangle": (256, 256)}, (6, 8), gates.gate, gates.reference,
+    ),
+    Kernel(
+        "halves", lambda draw, n, channels: [draw(1, 2 * channels, n, n), draw.mask(1, 1, n, n)],
+        {"triangle": (256, 256)}, (6, 8), gates.glu_halves, gates.reference_glu_halves,
+    ),
+    Kernel(
+        "triangle", lambda draw, n, channels: [draw(1, 2 * channels, n, n, scale=n**-0.5)], {"outgoing": (256, 128)}, (6, 4),
         partial(triangle_multiplication.triangle_multiplication, outgoing=True),
         partial(triangle_multiplication.reference, outgoing=True), moved_bytes=_compute_bound,
     ),
@@ -365,11 +347,7 @@ KERNELS = [
 # ---- measuring
 
 
-def cases() -> list[str]:
-    return list(_cases())
-
-
-def _cases() -> dict[str, tuple[Kernel, tuple[int, ...]]]:
+def cases() -> dict[str, tuple[Kernel, tuple[int, ...]]]:
     return {f"{kernel.name}-{name}": (kernel, size) for kernel in KERNELS for name, size in kernel.sizes.items()}
 
 
@@ -379,7 +357,7 @@ def variants() -> list[str]:
 
 def measure(name: str, args: Any) -> Iterator[Row]:
     """Yield the rows of the case ``name``: all implementations in each dtype."""
-    kernel, size = _cases()[name]
+    kernel, size = cases()[name]
     for dtype in kernel.dtypes:
         yield from compare(name, kernel, kernel.tiny if args.tiny else size, dtype, dist.single_process().device, args)
 

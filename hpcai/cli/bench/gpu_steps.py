@@ -67,18 +67,14 @@ LOADER_S = 3.0  # seconds of steps from files at least, which use up the prefetc
 _SAMPLES, _DISK = 64, 4 << 30  # different samples in files, and their maximum bytes
 
 
-def cases() -> list[str]:
-    return list(_cases())
-
-
-def _cases() -> dict[str, tuple[str, Case]]:
+def cases() -> dict[str, tuple[str, Case]]:
     pairs = ((app, case) for app in apps.with_part("benchmarks") for case in find_workload(app).gpu_cases)
     return {f"{app}-{case.name}": (app, case) for app, case in pairs}
 
 
 def measure(name: str, args: Any) -> Iterator[Row]:
     """Yield the rows of the case ``name``."""
-    app, case = _cases()[name]
+    app, case = cases()[name]
     benchmark = StepBenchmark(name, find_workload(app), case, args)
     for variant in VARIANTS:
         if variant in (args.variants or VARIANTS):
@@ -150,7 +146,8 @@ class StepBenchmark:
             def run(i: int) -> Any:
                 return step(batches[i % len(batches)], lr)
 
-            loss = float(_mean_loss(run(0)["loss"]))
+            loss = run(0)["loss"]
+            loss = float(loss[0] / loss[1] if isinstance(loss, tuple) else loss)  # a loss may be a pair (sum, count)
             for i in range(1, WARMUP * variants if self.on_gpu else variants):
                 run(i)
             synchronize()
@@ -248,11 +245,6 @@ class StepBenchmark:
         except Exception as error:  # any: the results without files are still valid
             return {"loader": f"failed: {clocks.describe_error(error)}"}
         return {"loader_samples_s": round(batch / s, 3), "loader_lost_percent": round(100 * (1 - resident_s / s), 2)}
-
-
-def _mean_loss(value: Any) -> Any:
-    """Return the mean of a loss that may be a pair (sum, count)."""
-    return value[0] / value[1] if isinstance(value, tuple) else value
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from operator import attrgetter
@@ -252,12 +253,10 @@ class Planner:
 
     def _single_gpu_seconds(self, gpus: int, batch: int, fit: Fit, machine: Machine, overrides: Overrides) -> float:
         """Return the seconds of a sample on one GPU, or if the model does not fit, those on all GPUs divided by their number."""
-        try:
-            if self.fixed_axes(overrides):
-                return fit.step.seconds * gpus / batch
-            return self.fit_memory(1, 1, 1, machine, overrides).step.seconds
-        except InfeasibleError:
-            return fit.step.seconds * gpus / batch
+        if not self.fixed_axes(overrides):
+            with suppress(InfeasibleError):
+                return self.fit_memory(1, 1, 1, machine, overrides).step.seconds
+        return fit.step.seconds * gpus / batch
 
     def _loader_seconds(self, replicas: int, ways: int, per_replica: int, step: float) -> float:
         prepare, workers = self.training.preparation_seconds, self.training.workers
@@ -277,10 +276,8 @@ class Planner:
             replicas = gpus // (way * self.fixed_processes())
             sizes = {-(-low // replicas), high // replicas, *(2**n for n in range(high.bit_length()))} if replicas else set()
             for n in sorted(n for n in sizes if low <= n * replicas <= high):
-                try:
+                with suppress(InfeasibleError):
                     jobs.append(self.plan_job(replicas * way * self.fixed_processes(), way, n * replicas, machine, evaluating))
-                except InfeasibleError:
-                    continue
         return sorted(jobs, key=lambda job: job.minutes)
 
     @cached_property

@@ -177,9 +177,8 @@ def _mean_and_deviation(column: Column, runs: Sequence[RunRecord]) -> str:
 
 def _differences(comparison: Comparison) -> str:
     rows = [[name, *values] for name, values in comparison.differing_settings().items()]
-    if not rows:
-        return card("What differs", "<p>Nothing: settings, versions and processes are the same.</p>")
-    return card("What differs", table(("", *comparison.runs), rows, "numbers"))
+    same = "<p>Nothing: settings, versions and processes are the same.</p>"
+    return card("What differs", table(("", *comparison.runs), rows, "numbers") if rows else same)
 
 
 # ---- Curves ---------------------------------------------------------------------------------------------------------------------

@@ -134,13 +134,6 @@ def _results(run: RunRecord) -> str:
     return card("Evaluations", table(("metric", "best", "at step", "last", "at step", "target"), rows, "numbers")) if rows else ""
 
 
-def _predictions(run: RunRecord) -> str:
-    if run.table is None:
-        return ""
-    data = run.table
-    return card(data.title, table(data.head, data.rows, "texts" if data.text else "numbers"), data.note)
-
-
 def _facts(run: RunRecord) -> str:
     get, starts = run.start.get, run.events_of("start")
     last: dict[str, Any] = (run.events_of("train") or run.events_of("stop") or [{}])[-1]
@@ -155,16 +148,12 @@ def _facts(run: RunRecord) -> str:
         ("starts", f"{len(starts)}" + "".join(f", resumed from step {start['resumed_from']:,}" for start in starts
                                               if start.get("resumed_from") is not None)),
     ]
-    rows += [("energy", text)] if (text := _energy(run)) else []
+    if run.energy:
+        recorded = len(run.events_of("energy"))
+        part = f"; {recorded} of {len(starts)} starts" if recorded < len(starts) else ""
+        rows.append(("energy", format_energy(run.energy) + part))
     rows += [("start", startup.format_parts(event.get("parts") or {})) for event in run.events_of("startup")[-1:]]
     return card("The run", table(("", ""), rows))
-
-
-def _energy(run: RunRecord) -> str:
-    if not run.energy:
-        return ""
-    recorded, starts = len(run.events_of("energy")), len(run.events_of("start"))
-    return format_energy(run.energy) + (f"; {recorded} of {starts} starts" if recorded < starts else "")
 
 
 def _checkpoints(run: RunRecord) -> str:
@@ -178,12 +167,14 @@ def _checkpoints(run: RunRecord) -> str:
 
 
 def render_page(run: RunRecord, images: Images) -> str:
+    data = run.table
     notes = [(_date(event["time"]), f"{event['step']:,}" if event.get("step") is not None else "", event.get("text", ""))
              for event in run.events_of("note")]
     settings = f"<details><summary>Settings</summary><pre>{escape(run.settings_text)}</pre></details>"
     return html_page(run.name, [
         _header(run), _tiles(run), figure_cards(images),
-        _predictions(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
+        card(data.title, table(data.head, data.rows, "texts" if data.text else "numbers"), data.note) if data else "",
+        f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
         card("Notes", table(("when", "step", "what"), notes)) if notes else "",
         left_out_card(run.left_out),
         f'<section class="card screen">{settings}</section>' if run.settings_text else "",

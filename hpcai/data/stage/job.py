@@ -81,14 +81,15 @@ def stage_in(
         with Reader() as reader:
             return job.copy(reader, progress, start)
     finally:
-        job.unlock()
+        if job.lock >= 0:
+            os.close(job.lock)
 
 
 class _Job:
     def __init__(self, source: Path, target: str, mesh: Mesh, node: str, shards: int, verify: bool, block: int) -> None:
         self.source, self._target_text, self.mesh, self.node = source, target, mesh, node
         self.shards, self.verify, self.block = shards, verify, block
-        self._lock = -1  # file descriptor of the target
+        self.lock = -1  # file descriptor of the target
 
     def _gather_results(self, work: Callable[[], Any], leaders_only: bool = False) -> list[Any]:
         """Call ``work`` on each rank, or on the first one of each node, and return all results by rank. If it fails on any rank,
@@ -175,9 +176,9 @@ class _Job:
             for name, other in tokens.items():
                 if name != self.node and (self.target / other).exists():
                     raise DataError(f"{self.target}: is one folder for {self.node} and {name}; name one on each node's own disk")
-            self._lock = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self.lock = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise DataError(
                     f"{self.target}: another job stages to it on {self.node}; wait for its end, or name another folder"
@@ -192,10 +193,6 @@ class _Job:
         finally:
             with suppress(OSError):
                 token.unlink()
-
-    def unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
 
     def find_missing(self) -> None:
         """Find the files missing on each node, and check that its disk has space for them."""

@@ -1,6 +1,5 @@
 """Training loss and evaluation metrics of a diffusion model.   B samples, C channels"""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,8 +55,10 @@ def score(model: Any, batch: Batch, offset: float = 0.5) -> dict[str, Any]:
     time = model.objective.sample_times(uniform, _to_normal(uniform))
     error = _sample_errors(model, batch, (EVAL_NOISE, EVAL_LATENTS, 0), time, batch.condition).double()
     one_hot = level[:, None] == torch.arange(LEVELS, device=level.device)
-    sums = (error[:, None] * one_hot).sum(0), one_hot.sum(0)
-    return {"loss": (error.sum(), float(len(error))), "levels": (sums, _level_means)}
+    levels = ((error[:, None] * one_hot).sum(0), one_hot.sum(0)), lambda total, count: {
+        f"loss_{k}": value / n for k, (value, n) in enumerate(zip(total.tolist(), count.tolist()), 1) if n
+    }
+    return {"loss": (error.sum(), float(len(error))), "levels": levels}
 
 
 def draw_ensemble(model: Any, batch: Batch, sampler: SamplerConfig | None = None, members: int = 8) -> dict[str, Tensor]:
@@ -101,8 +102,3 @@ def _drop_conditions(model: Any, batch: Batch) -> Condition:
 def _to_normal(uniform: Tensor) -> Tensor:
     """Return standard normal numbers from uniform ones, by inverse transform."""
     return torch.special.ndtri(uniform.clamp(2.0**-54, 1 - 2.0**-53))
-
-
-def _level_means(total: Tensor, count: Tensor) -> dict[str, float]:
-    pairs: Sequence[tuple[float, float]] = list(zip(total.tolist(), count.tolist()))
-    return {f"loss_{number}": value / n for number, (value, n) in enumerate(pairs, 1) if n}

@@ -105,10 +105,7 @@ class Generation(Iterator[list[int | None]]):
 
     def _launch(self) -> None:
         with torch.no_grad(), torch.cuda.device(self.last_tokens.device) if self._lookahead else nullcontext():
-            if self.launched == 0:
-                self._prefill()
-            else:
-                self._decode()
+            (self._decode if self.launched else self._prefill)()
         self.launched += 1
         if not self._lookahead:
             self._in_flight.append((self.last_tokens[:, 0].clone(), None))
@@ -131,16 +128,15 @@ class Generation(Iterator[list[int | None]]):
         elif span not in self._warmed_up:
             self._warmed_up[span] = self.graph()
             self._warmed_up[span].warm_up(step)  # libraries select algorithms, and communicators connect
-        elif span not in self._captured:
-            try:
-                with no_gc():
-                    self._warmed_up[span].capture(step)
-            except (RuntimeError, NotImplementedError) as problem:
-                reason = next(iter(str(problem).strip().splitlines()), "")
-                raise ConfigError(f"a step of generation cannot be captured: {reason}; give capture=False") from problem
-            self._captured[span] = self._warmed_up[span]
-            self._warmed_up[span].replay()
         else:
+            if span not in self._captured:
+                try:
+                    with no_gc():
+                        self._warmed_up[span].capture(step)
+                except (RuntimeError, NotImplementedError) as problem:
+                    reason = next(iter(str(problem).strip().splitlines()), "")
+                    raise ConfigError(f"a step of generation cannot be captured: {reason}; give capture=False") from problem
+                self._captured[span] = self._warmed_up[span]
             self._warmed_up[span].replay()
 
     def _step(self, span: int) -> None:

@@ -39,7 +39,7 @@ def log_likelihoods(
             for start in range(0, len(order), rows):
                 batch = order[start : start + rows]
                 tokens, targets = (x.to(device) for x in _collate([pairs[index] for index in batch]))
-                forward = partial(_token_entropy, targets=targets)
+                forward = partial(lambda model, tokens, targets: model(tokens, targets), targets=targets)
                 entropy = forward(model, tokens) if pipeline is None else pipeline.forward(forward, tokens, nullcontext)
                 if entropy is not None:
                     sums[torch.tensor(batch, device=device)] = -entropy.double().sum(1)
@@ -49,10 +49,6 @@ def log_likelihoods(
         torch_dist.broadcast(sums, group=pipeline.axis.group, group_src=pipeline.source)
     values: list[float] = sums.tolist()
     return values
-
-
-def _token_entropy(model: Any, tokens: Tensor, targets: Tensor) -> Any:
-    return model(tokens, targets)
 
 
 def _collate(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,9 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     missing = [name for name in model.state_dict() if name not in state]
     if missing:
         raise CheckpointError(f"{path}: has no {missing[0]}" + (f", nor {len(missing) - 1} others" if missing[1:] else ""))
-    _check_sizes(path, model, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    for name, tensor in model.state_dict().items():
+        if state[name].shape != tensor.shape:
+            raise CheckpointError(f"{path}: {name} is {list(state[name].shape)}, the settings make it {list(tensor.shape)}")
     model.load_state_dict(state, assign=True)
     if settings.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -250,9 +252,3 @@ def _to_hub(state: Mapping[str, Tensor], cfg: LLMConfig) -> dict[str, Tensor]:
             else:
                 hub[f"transformer.h.{layer}.{modules[module]}.{kind}"] = tensor
     return hub
-
-
-def _check_sizes(path: Path, model: LLM, sizes: Mapping[str, tuple[int, ...]]) -> None:
-    for name, tensor in model.state_dict().items():
-        if sizes[name] != tuple(tensor.shape):
-            raise CheckpointError(f"{path}: {name} is {list(sizes[name])}, the settings make it {list(tensor.shape)}")

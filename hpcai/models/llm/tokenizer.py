@@ -202,8 +202,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Return the text of ids; invalid UTF-8 becomes U+FFFD. Raises DataError for an unknown id."""
         checked = self._checked(ids, skip_special)
-        if self._pieces is not None:
-            pieces = self._pieces
+        if (pieces := self._pieces) is not None:
             return b"".join([pieces[token] for token in checked]).decode("utf-8", "replace")
         return str(_call_library(lambda: self._backend().decode(checked, skip_special_tokens=False), self.where))
 

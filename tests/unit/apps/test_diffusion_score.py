@@ -4,7 +4,6 @@ import csv
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from tests.ranks.launch import on_ranks
 
 _REASON = "transformers is not installed: FID and CLIP of images are NOT tested; pip install hpcai-suite[latents]"
 transformers: Any = pytest.importorskip("transformers", reason=_REASON)
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet_hugging_face")
 
 TOKENS, CHANNELS, CLIP_SIZE, FEATURES = 9, 8, 8, 5  # tokens of a caption and their channels, side of a CLIP image
 CAPTIONS = ["a red cat", "the moon on a dog", "green green dog", "blue", "a cat on the moon"]
@@ -55,15 +54,6 @@ class Net(torch.nn.Module):
 def flat():
     return torch.nn.Identity()
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quiet() -> Iterator[None]:
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 def small_config(**kwargs: Any) -> Any:

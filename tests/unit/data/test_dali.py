@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -317,11 +318,8 @@ def test_a_batch_is_delivered_before_the_samples_of_the_next_are_ready() -> None
 def test_errors_of_dali_at_the_start_name_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros(2, np.float32)
     pipeline = new_pipeline(Field("x"), x)
-
-    def refuse() -> None:
-        raise RuntimeError("Error in x\nencountered:\n\nno luck\nC++ context: [x.cc]\nCurrent pipeline object is no longer valid.")
-
-    monkeypatch.setattr(pipeline._pipeline, "schedule_run", refuse)
+    error = RuntimeError("Error in x\nencountered:\n\nno luck\nC++ context: [x.cc]\nCurrent pipeline object is no longer valid.")
+    monkeypatch.setattr(pipeline._pipeline, "schedule_run", Mock(side_effect=error))
     with pytest.raises(DataError, match=r"^graph, in or after the batch of samples 7 \(7\): DALI stops: no luck$"):
         pipeline.start(0, [new_ready(7, x)])
 
@@ -411,10 +409,7 @@ def test_incompatible_samples_of_a_batch_are_named() -> None:
 
 
 def test_without_dali_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_to_import(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr(dali, "import_module", fail_to_import)
+    monkeypatch.setattr(dali, "import_module", Mock(side_effect=ModuleNotFoundError("no module", name="nvidia.dali")))
     with pytest.raises(MissingExtraError, match=r"pip install 'hpcai-suite\[dali\]', or read without it: data.reader=direct"):
         DaliLoader(np.zeros(3), 1, dist.single_process(), [Field("x")], name="train")  # type: ignore[arg-type]
 

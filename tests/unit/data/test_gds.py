@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -260,10 +261,7 @@ def test_an_error_of_the_driver_names_the_file_and_all_reads_end(kvikio: FakeKvi
 
 
 def test_a_file_that_the_driver_refuses_is_named(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
-    def refuse(path: Path, flags: str) -> Any:
-        raise OSError("cuFileHandleRegister: not supported")
-
-    kvikio.CuFile = refuse  # type: ignore[method-assign]
+    kvikio.CuFile = Mock(side_effect=OSError("cuFileHandleRegister: not supported"))  # type: ignore[method-assign]
     with pytest.raises(DataError, match=r"volume.npy: cannot be opened for the GPU: cuFileHandleRegister: not supported; data"):
         reader.read(volume[0])
 
@@ -291,17 +289,11 @@ def test_without_kvikio_or_a_driver_the_error_names_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(gds, "import_module", lambda name: module)
     with pytest.raises(DataError, match="the device is cpu and CUDA is .*libcuda.so.1"):
         GdsReader(CPU)
-
-    def fail_to_load(name: str) -> Any:
-        raise OSError("libcufile.so.0: cannot open shared object file")
-
-    monkeypatch.setattr(gds, "import_module", fail_to_load)
+    fail_to_load = OSError("libcufile.so.0: cannot open shared object file")
+    monkeypatch.setattr(gds, "import_module", Mock(side_effect=fail_to_load))
     with pytest.raises(DataError, match="installed but does not load .libcufile.so.0"):
         GdsReader(CPU)
-
-    def fail_to_set(settings: dict) -> None:
-        raise RuntimeError("libcuda.so.1: cannot open shared object file")
-
-    module.set = fail_to_set  # type: ignore[method-assign]
+    fail_to_set = RuntimeError("libcuda.so.1: cannot open shared object file")
+    module.set = Mock(side_effect=fail_to_set)  # type: ignore[method-assign]
     with pytest.raises(DataError, match="KvikIO cannot be set up: libcuda.so.1: .*; data.reader=direct"):
         GdsReader(CPU, kvikio=module)

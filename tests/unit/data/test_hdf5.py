@@ -1,6 +1,5 @@
 """Rows of HDF5 files: equal by every reader, with and without an index; errors name the file, actual and expected content."""
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -107,29 +106,6 @@ def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
 
 LARGE = {"counts": ("int16", (8, 8, 8, 2)), "target": ("float32", (3,))}
 """Fields with rows of 2 KiB. Fields of a few bytes are read with the header."""
-READERS = ("auto", "direct", "buffered", "memory", "hdf5")
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_every_reader_returns_the_same_rows(tmp_path: Path, reader: str) -> None:
-    generator = np.random.default_rng(0)
-    expected = []
-    for i, chunks in enumerate((None, (1, 8, 4, 8, 2), (2, 3, 3, 3, 1))):
-        counts, target = generator.integers(0, 99, (3, 8, 8, 8, 2)).astype(np.int16), generator.random((3, 3), np.float32)
-        with h5py.File(tmp_path / f"u{i}.h5", "w") as file:
-            file.create_dataset("counts", data=counts.astype(">i2") if i == 1 else counts, chunks=chunks)
-            file["target"] = target
-        expected += list(zip(counts, target))
-    rows = Rows(tmp_path, LARGE, reader=reader)
-    for _ in range(2):
-        for i, (counts, target) in enumerate(expected):
-            row = rows.read(i)
-            assert np.array_equal(row["counts"], counts) and np.array_equal(row["target"], target)
-            assert row["counts"].dtype == np.dtype("int16") and row["counts"].dtype.isnative
-    restored = copy.copy(rows)  # as for a worker process
-    assert np.array_equal(restored.read(4)["counts"], expected[4][0])
-    rows.close()
-    restored.close()
 
 
 @pytest.mark.parametrize("reader", ["direct", "memory"])

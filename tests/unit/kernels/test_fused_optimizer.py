@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.errors import ConfigError
 from hpcai.kernels.fused_optimizer import Segments, adam_, lamb_direction_, lamb_update_, lars_, lars_norms, sgd_, trust_ratio
+from tests.cpu_graph import NoHostRead
 
 SIZES = st.sampled_from([1, 15, 16, 17, 1000, 262_143, 262_144, 262_145, 600_000])
 BETAS = {"betas": (0.9, 0.999), "eps": 1e-8}
@@ -35,12 +35,6 @@ def per_element(ratio: Tensor) -> Tensor:
 
 def scalars(lr: float = 0.1, scale: float = 1.0, found_inf: float = 0.0) -> dict[str, Tensor]:
     return {name: torch.tensor(x) for name, x in (("lr", lr), ("scale", scale), ("found_inf", found_inf))}
-
-
-class NoHostRead(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads the device"
-        return func(*args, **(kwargs or {}))
 
 
 @given(n=SIZES, decoupled=st.booleans(), fused=st.booleans())

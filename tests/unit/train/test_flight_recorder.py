@@ -16,13 +16,10 @@ from hpcai import dist, train
 from hpcai.cli.replay import search_non_finite
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import DataError
-from hpcai.settings import ReportConfig, RunConfig, StepConfig, TrainConfig
+from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import flight_recorder, rng
 from hpcai.train.flight_recorder import HEARTBEAT, LAST_FAILURE, FlightRecorder, describe_ranks, pause_watchdog, read_bundle
-
-
-def new_run(folder: Path | None) -> train.Run:
-    return train.Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.single_process())
+from tests.unit.train.test_run import run_in as new_run
 
 
 def fail_in(folder: Path, before: Any = lambda: None) -> None:

@@ -20,11 +20,7 @@ def build_network() -> nn.Module:
 
 def make_gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(p.shape, generator=generator).double().contiguous(memory_format=_layout(p)) for p in model.parameters()]
-
-
-def _layout(p: torch.Tensor) -> torch.memory_format:
-    return torch.channels_last_3d if p.ndim == 5 else torch.contiguous_format
+    return [torch.empty_like(p).copy_(torch.randn(p.shape, generator=generator)) for p in model.parameters()]
 
 
 def new_optimizer(model: nn.Module, cfg: StepConfig) -> Optimizer:

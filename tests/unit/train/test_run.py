@@ -16,7 +16,7 @@ from hpcai.settings import ReportConfig, RunConfig
 from hpcai.train import Run
 
 
-def run_in(folder: Path) -> Run:
+def run_in(folder: Path | None) -> Run:
     return Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.single_process())
 
 

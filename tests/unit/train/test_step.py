@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai import dist
 from hpcai.dist.mesh import Mesh
@@ -16,6 +15,7 @@ from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.metrics import MetricSums, Value
 from hpcai.train.step import Step, split
+from tests.cpu_graph import NoHostRead
 from tests.ranks.launch import on_ranks
 
 
@@ -76,13 +76,6 @@ def test_bf16_keeps_fp32_weights_and_differs_a_little() -> None:
     losses = {p: step(make_batch())["loss"].item() for p, step in steps.items()}
     assert losses["bf16"] != losses["fp32"] and losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2)
     assert all(p.dtype == torch.float32 for p in steps["bf16"].model.parameters())
-
-
-class NoHostRead(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            raise AssertionError(f"{function} reads the device inside a step")
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("cfg", [StepConfig(), StepConfig(optimizer="sgd", clip=1.0, accumulate=2, ema_decay=0.9)])

@@ -14,57 +14,9 @@ import pytest
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode, parse_a3m, parse_hhr, parse_stockholm, read_alignments
 from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
+from tests.reference_data import DATA
 
-A3M = b"""#4\t1
->query
-ACDE
->one, with words
-aaA-CgEkk
-
->two
-.AC
-DfffE
-"""
-STO = b"""# STOCKHOLM 1.0
-#=GS two DE some words
-
-query --AC-
-one   aaA-.
-two   ..AC.
-
-query D---E--
-one   cG..EKK
-two   DFFFE--
-#=GC RF xxx
-//
-"""
-HHR = b"""Query         q
-Match_columns 9
-
- No Hit                             Prob
-  1 1ABC_A a protein                 9.9
-
-No 1
->1ABC_A a protein; with words
-Probab=9.90  E-value=3e+02  Score=1.0  Aligned_cols=4  Identities=9%  Similarity=0.3  Sum_probs=3.5  Template_Neff=4.5
-
-Q ss_pred             HHHHHHH
-Q query             3 AC-D    5 (9)
-Q Consensus         3 ac~d    5 (9)
-                      .++|
-T Consensus        10 ac~d   12 (41)
-T 1ABC_A           10 ACG-   12 (41)
-T ss_dssp             HHHH
-
-Q query             6 KL    7 (9)
-T 1ABC_A           13 KL   14 (41)
-
-No 2
->2DEF_B
-Probab=1.9  E-value=3e+02  Score=1.0  Aligned_cols=1  Identities=9%  Similarity=0.3  Sum_probs=0.5  Template_Neff=4.5
-Q query             1 A    1 (9)
-T 2DEF_B            1 W    1 (2)
-"""
+A3M, STO, HHR = ((DATA / f"openfold/formats/small.{kind}").read_bytes() for kind in ("a3m", "sto", "hhr"))
 
 
 def rows(alignment: Alignment) -> list[str]:

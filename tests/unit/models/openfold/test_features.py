@@ -1,6 +1,5 @@
 """Features of a chain: random draws, shapes, padding, batches, and errors of mismatched inputs."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -175,32 +174,26 @@ def test_evaluation_uses_the_best_templates_centred_at_zero() -> None:
 # ---- errors
 
 
-def _put(value: Any, *index: int) -> Callable[[np.ndarray], np.ndarray]:
-    def put(array: np.ndarray) -> np.ndarray:
-        array = array.copy()
-        array[index] = value
-        return array
-
-    return put
+def change_letter(msa: np.ndarray) -> np.ndarray:
+    msa = msa.copy()
+    msa[0, 6] = (msa[0, 6] + 1) % 20
+    return msa
 
 
 @pytest.mark.parametrize(
     ("name", "change", "text"),
     [
         ("msa", lambda a: a[:, 1:], r"1abc_A: an alignment of \(30, 39\).* for 40 residues"),
-        ("msa", lambda a: _put((a[0, 6] + 1) % 20, 0, 6)(a), "has [A-Y] at residue 7, expected [A-Y] .1 of 40 residues differ"),
+        ("msa", change_letter, "has [A-Y] at residue 7, expected [A-Y] .1 of 40 residues differ"),
         ("template_all_atom_positions", lambda a: a * np.nan, "1abc_A: template [1-5]: .* has no finite position"),
     ],
 )
 def test_mismatched_inputs_raise(name: str, change: Any, text: str) -> None:
     chain, alignment, templates = inputs()
-    if name in templates:
-        templates = {each: array if each != name else change and change(array) for each, array in templates.items()}
-        templates = {each: array for each, array in templates.items() if array is not None}
-    elif hasattr(alignment, name):
-        alignment = replace(alignment, **{name: change(getattr(alignment, name))})
+    if name == "msa":
+        alignment = replace(alignment, msa=change(alignment.msa))
     else:
-        chain = replace(chain, **{name: change(getattr(chain, name))})
+        templates[name] = change(templates[name])
     with pytest.raises(DataError, match=text):
         featurize(chain, alignment, templates, SMALL)
 

@@ -1,6 +1,6 @@
 """Feature dictionaries of the OpenFold package (tests/data/openfold_features)."""
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,10 @@ from hpcai.models.openfold import Chain
 from hpcai.models.openfold.features import TEMPLATES
 from hpcai.models.openfold.formats import parse_features
 from hpcai.models.openfold.residues import RESTYPES
+from tests.reference_data import load_arrays
 
-DATA = Path(__file__).resolve().parents[3] / "data" / "openfold_features"
 HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"
-
-
-def golden() -> dict[str, np.ndarray]:
-    with np.load(DATA / "raw.npz", allow_pickle=False) as file:
-        return dict(file)
+golden = partial(load_arrays, "openfold_features/raw")
 
 
 def test_raw_features_of_the_package_are_read() -> None:

@@ -143,23 +143,19 @@ def test_arrays_of_alphafold_have_its_dims(array: str, weight: str, dims: tuple[
 # ---- errors
 
 
-def changed_weights(public: dict[str, Tensor], **changes: Any) -> dict[str, Any]:
-    weights = {**public, **{name.replace("__", "."): value for name, value in changes.items()}}
-    return {name: value for name, value in weights.items() if value is not None}
-
-
 @pytest.mark.parametrize(
     "changes, text",
     [
-        ({"heads__more": torch.ones(2)}, r"none missing; 1 \(heads.more\) unexpected"),
-        ({"evoformer__linear__bias": None}, r"1 \(evoformer.linear.bias\) missing; none unexpected"),
-        ({"evoformer__linear__bias": torch.ones(31)}, r"evoformer.linear.bias is \(31,\), expected \(32,\)"),
-        ({"evoformer__blocks__1__msa_att_row__linear_z__weight": torch.ones(5, 16)}, r"msa_att_row.linear_z.weight is \(5, 16\)"),
-        ({"structure_module__ipa__head_weights": torch.ones(0)}, "with shapes of no OpenFold"),
+        ({"heads.more": torch.ones(2)}, r"none missing; 1 \(heads.more\) unexpected"),
+        ({"evoformer.linear.bias": None}, r"1 \(evoformer.linear.bias\) missing; none unexpected"),
+        ({"evoformer.linear.bias": torch.ones(31)}, r"evoformer.linear.bias is \(31,\), expected \(32,\)"),
+        ({"evoformer.blocks.1.msa_att_row.linear_z.weight": torch.ones(5, 16)}, r"msa_att_row.linear_z.weight is \(5, 16\)"),
+        ({"structure_module.ipa.head_weights": torch.ones(0)}, "with shapes of no OpenFold"),
     ],
 )
 def test_mismatched_weights_raise(changes: Any, text: str, public: dict[str, Tensor], tmp_path: Path) -> None:
-    torch.save(changed_weights(public, **changes), tmp_path / "w.pt")
+    weights = {name: value for name, value in {**public, **changes}.items() if value is not None}
+    torch.save(weights, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=text):
         load_weights(tmp_path / "w.pt")
 

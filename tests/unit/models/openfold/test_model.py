@@ -1,12 +1,11 @@
 """OpenFold: batches, padding, chunks and checkpointing change no result; precision, dropout, losses, initialization."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcai import dist
 from hpcai.kernels import chunking
@@ -18,28 +17,11 @@ from hpcai.models.openfold.objective import loss_terms, weighted_total
 from hpcai.settings import StepConfig
 from hpcai.train import Step
 from tests import proteins
+from tests.proteins import without_dropout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
-
-
-def network(dtype: torch.dtype = torch.float64, **changes: Any) -> OpenFold:
-    """Return a network with random last layers of branches, which a new network initializes to 0."""
-    torch.manual_seed(0)
-    model = OpenFold(OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True}, **changes))
-    for parameter in model.parameters():
-        if not parameter.any():
-            nn.init.normal_(parameter, std=0.1)
-    return model.to(dtype)
-
-
-def without_dropout(model: OpenFold) -> OpenFold:
-    for layer in model.modules():
-        if isinstance(layer, Dropout):
-            layer.rate = 0.0
-        if isinstance(layer, nn.Dropout):
-            layer.p = 0.0
-    return model
+network = partial(proteins.random_network, heads={"plddt": 16, "tm": True})
 
 
 def gradients(model: OpenFold, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

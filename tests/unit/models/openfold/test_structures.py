@@ -11,51 +11,11 @@ import pytest
 from hpcai.errors import DataError, MissingExtraError
 from hpcai.models.openfold.residues import ATOM_TYPES, RESTYPES
 from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
+from tests.reference_data import DATA
 
 gemmi = pytest.importorskip("gemmi", reason="gemmi is not installed: structures are NOT tested")
 N, CA, CD, SD, NH1, NH2 = (ATOM_TYPES.index(name) for name in ("N", "CA", "CD", "SD", "NH1", "NH2"))
-
-HEAD = """data_1ABC
-_exptl.method 'X-RAY DIFFRACTION'
-_refine.ls_d_res_high 1.95
-loop_
-_pdbx_audit_revision_history.ordinal
-_pdbx_audit_revision_history.revision_date
-1 2011-03-02
-2 2009-12-31
-loop_
-_entity_poly.entity_id
-_entity_poly.pdbx_seq_one_letter_code_can
-1 {canonical}
-2 AC
-loop_
-_struct_asym.id
-_struct_asym.entity_id
-A 1
-B 2
-C 3
-loop_
-_entity_poly_seq.entity_id
-_entity_poly_seq.num
-_entity_poly_seq.mon_id
-{residues}
-2 1 DA
-2 2 DC
-loop_
-_atom_site.group_PDB
-_atom_site.label_asym_id
-_atom_site.auth_asym_id
-_atom_site.label_seq_id
-_atom_site.label_comp_id
-_atom_site.label_atom_id
-_atom_site.label_alt_id
-_atom_site.Cartn_x
-_atom_site.Cartn_y
-_atom_site.Cartn_z
-_atom_site.occupancy
-_atom_site.B_iso_or_equiv
-_atom_site.pdbx_PDB_model_num
-"""
+HEAD = (DATA / "openfold/formats/head.cif").read_text()
 SMALL = """
     A H 2 GLY N . 1 2 3 1 10 1 / A H 2 GLY CA . 2 2 3 1 11 1 / B D 1 DA P . 0 0 0 1 1 1 / C H . HOH O . 5 5 5 1 1 1
     A H 2 GLY C . 9 9 9 1 10 2"""
