@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain, product
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import h5py
@@ -98,9 +97,7 @@ def _parse_ranges(text: str, defaults: Mapping[str, tuple[float, float]]) -> dic
     return ranges
 
 
-def add_ranges_option(
-    parser: argparse.ArgumentParser, defaults: Mapping[str, tuple[float, float]] = MappingProxyType(RANGES)
-) -> None:
+def add_ranges_option(parser: argparse.ArgumentParser, defaults: Mapping[str, tuple[float, float]] = RANGES) -> None:
     text = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in defaults.items())
     ranges = command.option_type("list such as Omega_m=0.27:0.33,H_0=63:77", partial(_parse_ranges, defaults=defaults))
     parser.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=text, help="change some of them")
@@ -241,41 +238,26 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     add_ranges_option(parser)
 
 
-@dataclass(frozen=True)
-class OutputFile:
-    """The source files of one output file, and its attributes."""
-
-    root: Path
-    sources: tuple[str, ...]
-    channels: int
-    attributes: dict[str, Any]
-
-
-def convert_files(output: OutputFile, path: Path) -> None:
-    for source in (output.root / name for name in output.sources):
-        with source.open("rb") as file:
-            head = file.read(12)
-        if head[:3] != tfrecord.GZIP and not tfrecord.is_header(head):
-            begin = f"begins with bytes {head.hex(' ')}" if head else "is empty"
-            raise DataError(f"{source}: {begin}, expected a TFRecord or gzip file; fetch it again, or move it away")
+def convert_files(root: Path, sources: Sequence[str], channels: int, attributes: dict[str, Any], path: Path) -> None:
+    convert = partial(_convert_records, root, sources, channels, attributes, path)
     try:
-        _convert_records(output, path, len(output.sources))
+        convert(len(sources))
     except _RowCountError:                      # not one record per file as in the public set: count first
-        _convert_records(output, path, sum(sum(1 for _ in tfrecord.read_payloads(output.root / name)) for name in output.sources))
+        convert(sum(1 for name in sources for _ in tfrecord.read_payloads(root / name)))
 
 
 class _RowCountError(Exception):
     """The number of records in the source files differs from the number of rows."""
 
 
-def _convert_records(output: OutputFile, path: Path, rows: int) -> None:
+def _convert_records(root: Path, sources: Sequence[str], channels: int, attributes: dict[str, Any], path: Path, rows: int) -> None:
     names: list[str] = []
-    samples = ((name, *sample) for name in output.sources for sample in tfrecord.read_samples(output.root / name, output.channels))
+    samples = ((name, *sample) for name in sources for sample in tfrecord.read_samples(root / name, channels))
     first = next(samples)                       # a file without a record is an error
     shape, parameters = first[2].shape, len(first[3])
     if parameters != len(PARAMETERS):
         raise DataError(f"{first[1]}: {parameters} target values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
-    with store.create_file(path, rows, _fields_with_shape(*shape), output.attributes) as file:
+    with store.create_file(path, rows, _fields_with_shape(*shape), attributes) as file:
         for row, (source, where, counts, target) in enumerate(chain([first], samples)):
             if row >= rows:
                 raise _RowCountError
@@ -315,8 +297,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
     jobs: list[store.Job] = []
     for split, files in sources.items():
         for number, names in enumerate(command.batched(files, options.rows_per_file)):
-            output = OutputFile(options.source, names, options.channels, attributes)
-            jobs.append(store.Job(options.out / split / f"samples_{number:06d}.h5", partial(convert_files, output), CONTENTS))
+            write = partial(convert_files, options.source, names, options.channels, attributes)
+            jobs.append(store.Job(options.out / split / f"samples_{number:06d}.h5", write, CONTENTS))
     recipe = {"kind": "convert", **Source.from_options(options).json_dict, "low": list(low), "high": list(high),
               "sources": {split: command.fingerprint(files) for split, files in sources.items()}}  # fmt: skip
     total = sum((options.source / file).stat().st_size for files in sources.values() for file in files)

@@ -95,8 +95,7 @@ def identity(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in _weight_files(folder):
         with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return f"{folder.resolve().name} {digest.hexdigest()[:12]}"
 
 

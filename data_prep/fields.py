@@ -313,17 +313,12 @@ def simulate(options: argparse.Namespace) -> command.Plan:
 # ---- check
 
 
-def _saved_recipe(prepared: command.PreparedDataset) -> Recipe:
-    kind = KINDS.get(prepared.recipe.get("field", ""))
-    recipe = None if kind is None else prepared.simulation_settings(kind)
-    if recipe is None:
-        raise DataError(f"{prepared.out}: recipe.json is not of data_prep.fields; name another folder")
-    return recipe
-
-
 def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the rows in which ``low`` is not the mean of ``high``, or matter is not conserved."""
-    recipe, rows = _saved_recipe(prepared), command.subsample(prepared.locations, options.check_count)
+    kind = KINDS.get(prepared.recipe.get("field", ""))
+    if kind is None or (recipe := prepared.simulation_settings(kind)) is None:
+        raise DataError(f"{prepared.out}: recipe.json is not of data_prep.fields; name another folder")
+    rows = command.subsample(prepared.locations, options.check_count)
     for path, row in rows:
         with h5py.File(path, "r") as file:
             high, low = recipe.unstandardize(file["high"][row]), file["low"][row]

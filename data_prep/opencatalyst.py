@@ -24,6 +24,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +135,7 @@ class SelectedFrames:
 
     path: Path
     name: str                                   # path in its set
-    frames: tuple[int, ...]
+    frames: set[int]
     labels: str | None
 
 
@@ -142,11 +144,10 @@ def convert_frames(selected: Sequence[SelectedFrames], source: Source, out: Path
     usable: list[Frame] = []
     counts, refused = [], list[tuple[str, str]]()
     for selection in selected:
-        indices = set(selection.frames)
         for index, item in enumerate(trajectories.frame_readers(selection.path, selection.name)):
-            if index > max(indices):
+            if index > max(selection.frames):
                 break
-            if index not in indices:
+            if index not in selection.frames:
                 continue
             where = f"{selection.path}: frame {index}"
             try:
@@ -191,10 +192,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
         frames_of_split = [(origin, n) for origin, picked in group for n in picked]
         count[split] = len(frames_of_split)
         for number, chunk in enumerate(command.batched(frames_of_split, source.frames)):
-            rows_of: dict[trajectory_sources.SourceFile, list[int]] = {}
-            for origin, n in chunk:
-                rows_of.setdefault(origin, []).append(n)
-            selected = [SelectedFrames(file.path, file.name, tuple(rows), file.labels) for file, rows in rows_of.items()]
+            selected = [SelectedFrames(file.path, file.name, {n for _, n in rows}, file.labels)
+                        for file, rows in groupby(chunk, itemgetter(0))]  # fmt: skip
             path = options.out / split / f"frames_{number:06d}.h5"
             jobs.append(store.Job(path, partial(convert_frames, selected, source), CONTENTS))
     names = {split or "all": [f"{origin.name} {len(origin.systems)}" for origin in group] for split, group in origins.items()}

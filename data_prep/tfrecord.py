@@ -58,18 +58,19 @@ def _example_class() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
 
 
-def is_header(head: bytes) -> bool:
-    """Return whether the first 12 bytes are those of an uncompressed record."""
+def _is_header(head: bytes) -> bool:
     return len(head) >= 12 and struct.unpack("<I", head[8:12])[0] == _masked_crc(head[:8])
 
 
 def _open(path: Path) -> tuple[IO[bytes], str]:
     with path.open("rb") as file:
         head = file.read(12)
-    # A plain record can begin with the magic bytes of gzip; then its checksum is right.
-    if head[:3] == GZIP and not is_header(head):
+    if _is_header(head):                        # also of a plain record that begins with the magic bytes of gzip
+        return path.open("rb"), ""
+    if head[:3] == GZIP:
         return cast(IO[bytes], gzip.open(path, "rb")), " of the decompressed file"
-    return path.open("rb"), ""
+    begin = f"begins with bytes {head.hex(' ')}" if head else "is empty"
+    raise DataError(f"{path}: {begin}, expected a TFRecord or gzip file; fetch it again, or move it away")
 
 
 def _read(file: IO[bytes], size: int, path: Path, at: str) -> bytes:
@@ -93,7 +94,7 @@ def read_payloads(path: Path) -> Iterator[tuple[str, bytes]]:
                 return
             if len(head) < 12:
                 raise DataError(f"{path}: truncated in the record at {at}: {len(head)} bytes of a header of 12; fetch it again")
-            if not is_header(head):
+            if not _is_header(head):
                 raise DataError(f"{path}: wrong checksum of the length in the record at {at}: corrupt; fetch the file again")
             (length,) = struct.unpack("<Q", head[:8])
             if length > MAX_RECORD:

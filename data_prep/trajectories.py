@@ -17,8 +17,8 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,7 +26,8 @@ import numpy as np
 
 from data_prep.extras import import_extra
 from data_prep.frames import Array, Frame, import_ase
-from hpcai.errors import DataError, MissingExtraError
+from hpcai.data.layout import parse_errors
+from hpcai.errors import DataError
 
 FrameReader = Callable[[], Frame]                      # reads one frame, or raises DataError with its location
 DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -36,6 +37,7 @@ MAX_BYTES = 1 << 26                               # of a line, or of a decompres
 MAX_COLUMNS = 1000                             # of one property of extended XYZ: ASE allocates memory for all
 UNKNOWN_METHODS = ("None", "unknown", "socketiocalculator")         # of calculators, without a method
 METHODS = {"vasp": "DFT (VASP)", "espresso": "DFT (Quantum ESPRESSO)", "gpaw": "DFT (GPAW)", "emt": "EMT"}
+_naming = partial(parse_errors, advice=ADVICE, text="cannot be read")          # of a file or a frame, in errors of its parser
 
 
 def file_format(path: Path) -> str | None:
@@ -79,7 +81,8 @@ def _extxyz(path: Path, name: str) -> Iterator[FrameReader]:
     lines = _read_lines(references) if references else None
     index = -1
     for index, block in enumerate(_read_blocks(path)):
-        yield _block_reader(path, name, index, block, None if lines is None else (lines[index] if index < len(lines) else ""))
+        line = None if lines is None else (lines[index] if index < len(lines) else "")
+        yield partial(_parse_block, path, name, index, block, line)
     if lines is not None and index + 1 < len(lines):
         raise DataError(f"{path}: holds {index + 1} frames, {references} has {len(lines)} lines; {ADVICE}")
 
@@ -87,9 +90,8 @@ def _extxyz(path: Path, name: str) -> Iterator[FrameReader]:
 def _read_blocks(path: Path) -> Iterator[str | DataError]:
     """Yield the lines of each frame. For a truncated frame yield an error, and end."""
     unpack: Callable[..., Any] = DECOMPRESSORS.get(path.suffix, open)
-    index = 0
     with unpack(path, "rt", encoding="utf-8") as file:
-        while True:
+        for index in count():
             try:
                 block = _read_block(file)
             except (EOFError, OSError, ValueError, lzma.LZMAError, zlib.error) as problem:
@@ -98,7 +100,6 @@ def _read_blocks(path: Path) -> Iterator[str | DataError]:
             if block is None:
                 return
             yield block
-            index += 1
 
 
 def _read_block(file: TextIO) -> str | None:
@@ -117,43 +118,30 @@ def _read_block(file: TextIO) -> str | None:
     return "".join(lines)
 
 
-def _block_reader(path: Path, name: str, index: int, block: str | DataError, line: str | None) -> FrameReader:
-    def read() -> Frame:
-        if isinstance(block, DataError):
-            raise block
-        where = f"{path}: frame {index}"
-        reference, about = 0.0, {}
-        if line is not None:
-            parts = line.split(",")
-            try:
-                about, reference = {"sid": parts[0], "fid": parts[1]}, float(parts[2])
-            except (IndexError, ValueError):
-                text = f"its line in {path.name.split('.')[0]}.txt is {line[:60]!r}, expected system id,frame id,reference energy"
-                raise DataError(f"{where}: {text}; {ADVICE}") from None
-        with _located_errors(where):
-            columns = re.findall(r"(?<=[:=])\w+:[A-Z]:(\d+)", block.split("\n", 2)[1])
-            if wide := [count for count in columns if int(count) > MAX_COLUMNS]:
-                raise ValueError(f"a property of {wide[0]} columns, expected at most {MAX_COLUMNS}")
-            return _from_atoms(import_ase().io.read(io.StringIO(block), format="extxyz", index=0), name, index, about, reference)
-    return read
+def _parse_block(path: Path, name: str, index: int, block: str | DataError, line: str | None) -> Frame:
+    if isinstance(block, DataError):
+        raise block
+    where = f"{path}: frame {index}"
+    reference, about = 0.0, {}
+    if line is not None:
+        parts = line.split(",")
+        try:
+            about, reference = {"sid": parts[0], "fid": parts[1]}, float(parts[2])
+        except (IndexError, ValueError):
+            text = f"its line in {path.name.split('.')[0]}.txt is {line[:60]!r}, expected system id,frame id,reference energy"
+            raise DataError(f"{where}: {text}; {ADVICE}") from None
+    with _naming(where):
+        columns = re.findall(r"(?<=[:=])\w+:[A-Z]:(\d+)", block.split("\n", 2)[1])
+        if wide := [number for number in columns if int(number) > MAX_COLUMNS]:
+            raise ValueError(f"a property of {wide[0]} columns, expected at most {MAX_COLUMNS}")
+        return _from_atoms(import_ase().io.read(io.StringIO(block), format="extxyz", index=0), name, index, about, reference)
 
 
 # ---- ASE's own
 
 
-@contextmanager
-def _located_errors(where: str) -> Iterator[None]:
-    """Convert any exception of a parser for a damaged file to a DataError with its location."""
-    try:
-        yield
-    except (DataError, MissingExtraError):
-        raise
-    except Exception as problem:
-        raise DataError(f"{where}: cannot be read ({type(problem).__name__}: {problem}); {ADVICE}") from None
-
-
 def _traj(path: Path, name: str) -> Iterator[FrameReader]:
-    with _located_errors(str(path)):
+    with _naming(path):
         trajectory = import_ase().io.Trajectory(str(path))
 
     def read(index: int) -> Frame:
@@ -161,7 +149,7 @@ def _traj(path: Path, name: str) -> Iterator[FrameReader]:
 
     with trajectory:
         for index in range(len(trajectory)):
-            yield _located_errors(f"{path}: frame {index}")(partial(read, index))
+            yield _naming(f"{path}: frame {index}")(partial(read, index))
 
 
 def _from_atoms(atoms: Any, name: str, index: int, about: dict[str, Any], reference: float = 0.0) -> Frame:
@@ -252,7 +240,7 @@ def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:
                 value = child.stdout.read(length)
                 if len(value) < length:
                     break
-                yield _located_errors(f"{path}: frame {index} (row {key})")(partial(_parse_row, value, name, index))
+                yield _naming(f"{path}: frame {index} (row {key})")(partial(_parse_row, value, name, index))
                 index += 1
             errors, code = child.stderr.read().decode(errors="replace").strip().splitlines(), child.wait()
         finally:
@@ -262,20 +250,18 @@ def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:
 
 
 def _parse_row(value: bytes, name: str, index: int) -> Frame:
-    row = _decode_arrays(json.loads(zlib.decompressobj().decompress(value, MAX_BYTES)))
+    row = json.loads(zlib.decompressobj().decompress(value, MAX_BYTES), object_hook=_decode_array)
     about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
     fixed = _fixed_atoms(len(row["numbers"]), row.get("constraints", []))
     return _make_frame(name, index, about, row["numbers"], row["positions"], row["cell"], row["pbc"], row.get("energy"),
                        row.get("forces"), row.get("tags"), fixed, 0.0, row.get("calculator"))  # fmt: skip
 
 
-def _decode_arrays(value: Any) -> Any:
-    """Decode arrays from {"__ndarray__": [shape, dtype, values]}."""
-    if isinstance(value, dict) and "__ndarray__" in value:
-        shape, dtype, flat = value["__ndarray__"]
-        if np.dtype(dtype).kind not in "biuf":
-            raise ValueError(f"an array of {dtype}")
-        return np.array(flat, dtype).reshape(shape)
-    if isinstance(value, dict):
-        return {key: _decode_arrays(each) for key, each in value.items()}
-    return [_decode_arrays(each) for each in value] if isinstance(value, list) else value
+def _decode_array(value: dict[str, Any]) -> Any:
+    """Decode an array from {"__ndarray__": [shape, dtype, values]}; return other objects as they are."""
+    if "__ndarray__" not in value:
+        return value
+    shape, dtype, flat = value["__ndarray__"]
+    if np.dtype(dtype).kind not in "biuf":
+        raise ValueError(f"an array of {dtype}")
+    return np.array(flat, dtype).reshape(shape)

@@ -147,8 +147,7 @@ class Mesh:
         half = 2 * np.pi * np.fft.rfftfreq(cells, width)
         self.k = tuple(axis.astype(np.float32) for axis in (full[:, None, None], full[None, :, None], half[None, None, :]))
         self.k2 = self.k[0] ** 2 + self.k[1] ** 2 + self.k[2] ** 2                    # [N, N, K]
-        nyquist = np.pi / width
-        inside = [np.abs(axis) < 0.999 * nyquist for axis in self.k]
+        inside = [np.abs(axis) < 0.999 * self.nyquist for axis in self.k]
         # A mode on a Nyquist plane is its own mirror image: it has no derivative and cannot be shifted, and is excluded.
         self.modes = inside[0] & inside[1] & inside[2] & (self.k2 > 0)                # [N, N, K]
 

@@ -43,9 +43,6 @@ class Site:
         match = match or re.search(r"^--ntasks-per-node=(\d+)", "\n".join(self.options), re.M)
         return int(match[1]) if match else 1
 
-    def requires(self, fact: str) -> bool:
-        return self.facts.get(fact) == "required"
-
 
 def template_folder() -> Path:
     """Return the folder of the templates: next to the package in a checkout, inside it if installed. Raises ConfigError."""
@@ -121,8 +118,3 @@ def render(site: Site, options: Iterable[str], lines: Sequence[str], command: st
 
 def assign(name: str, value: str) -> str:
     return f"{name}={shlex.quote(value)}"
-
-
-def arguments_line(arguments: Sequence[str]) -> str:
-    """Return the shell line that sets the arguments of the program, one per line."""
-    return "set -- " + " \\\n  ".join(map(shlex.quote, arguments))

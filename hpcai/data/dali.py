@@ -85,12 +85,6 @@ class _Item(NamedTuple):
     random: np.ndarray
 
 
-class _InFlight(NamedTuple):
-    number: int
-    tasks: list[Task]
-    items: list[_Item]
-
-
 class _Pipeline:
     """A DALI pipeline over ``fields``, with up to two batches of up to ``batch`` samples in flight.
 
@@ -107,7 +101,7 @@ class _Pipeline:
         index = None
         if self._on_gpu:
             index = torch.cuda.current_device() if device.index is None else device.index
-        self.in_flight: deque[_InFlight] = deque()
+        self.in_flight: deque[tuple[int, Sequence[Ready]]] = deque()  # number and samples of each batch
         # exec_dynamic, which DLPack needs: only then the memory of outputs is not reused.
         with self._naming_samples(()):
             self._pipeline: Any = self._dali.Pipeline(
@@ -131,38 +125,33 @@ class _Pipeline:
         return x.gpu() if self._on_gpu and x.device == "cpu" else x
 
     @property
-    def has_room(self) -> bool:
-        return len(self.in_flight) < _DEPTH
-
-    @property
     def is_closed(self) -> bool:
         return self._pipeline is None
 
     def start(self, number: int, samples: Sequence[Ready]) -> None:
         """Feed a batch, and start DALI on it."""
-        items: list[_Item] = [ready.sample for ready in samples]
-        self.in_flight.append(_InFlight(number, [ready.task for ready in samples], items))
-        with self._naming_samples(self.in_flight[0].tasks):
+        self.in_flight.append((number, samples))
+        with self._naming_samples(self.in_flight[0][1]):
             for i in range(len(self._fields)):
-                self._pipeline.feed_input(f"field{i}", [item.arrays[i] for item in items])
-            self._pipeline.feed_input("drawn", [item.random for item in items])
+                self._pipeline.feed_input(f"field{i}", [ready.sample.arrays[i] for ready in samples])
+            self._pipeline.feed_input("drawn", [ready.sample.random for ready in samples])
             self._pipeline.schedule_run()
 
     def finish(self) -> tuple[int, list[Task], list[Tensor]]:
         """Return number, tasks and tensors of the oldest batch. On a GPU the host does not wait."""
-        oldest = self.in_flight[0]
+        number, samples = self.in_flight[0]
         stream = torch.cuda.current_stream(self._device) if self._on_gpu else None
-        with self._naming_samples(oldest.tasks), torch.cuda.device(self._device) if self._on_gpu else nullcontext():
+        with self._naming_samples(samples), torch.cuda.device(self._device) if self._on_gpu else nullcontext():
             tensors = [self._tensor(field, output) for field, output in zip(self._fields, self._pipeline.share_outputs(stream))]
             self._pipeline.release_outputs()
             if stream is not None:
                 done = torch.cuda.Event()
                 done.record(stream)
-                self._uploading.append((done, oldest.items))
+                self._uploading.append((done, samples))
         while self._uploading and self._uploading[0][0].query():
             self._uploading.popleft()
         self.in_flight.popleft()
-        return oldest.number, oldest.tasks, tensors
+        return number, [ready.task for ready in samples], tensors
 
     def _tensor(self, field: Field, output: Any) -> Tensor:
         if not output.is_dense_tensor():
@@ -171,11 +160,11 @@ class _Pipeline:
         return torch.from_dlpack(output.as_tensor())
 
     @contextmanager
-    def _naming_samples(self, tasks: Sequence[Task]) -> Iterator[None]:
+    def _naming_samples(self, samples: Sequence[Ready]) -> Iterator[None]:
         try:
             yield
         except Exception as problem:
-            names = ", ".join(f"{task.index} ({self._describe(task.index)})" for task in tasks[:8])
+            names = ", ".join(f"{task.index} ({self._describe(task.index)})" for task, _ in samples[:8])
             if isinstance(problem, DataError):  # from checks of this module
                 raise DataError(f"{self._name}, batch of samples {names}: {problem}") from problem
             context = f", in or after the batch of samples {names}" if names else ""  # DALI runs ahead
@@ -310,7 +299,7 @@ class DaliLoader(Loader):
 
     def _fill(self, active: _DaliEpoch, wait: bool) -> None:
         """Start batches while the pipeline has room and samples are ready. With ``wait``, wait for one if none is in flight."""
-        while active.pending is not None and (self._pipeline is None or self._pipeline.is_closed or self._pipeline.has_room):
+        while active.pending is not None and (self._pipeline is None or len(self._pipeline.in_flight) < _DEPTH):
             number, positions = active.pending
             samples = active.queue.take(active.plan.epoch, len(positions), positions.tolist(), wait and not active.in_flight)
             if samples is None:

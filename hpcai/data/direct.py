@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -77,7 +77,8 @@ class MemoryPool:
 
     def allocate(self, size: int) -> np.ndarray:
         """Return ``size`` uninitialised bytes at an aligned address. The memory extends to a multiple of ALIGN.   [size] uint8"""
-        rounded = _size_class(size)
+        step = max(ALIGN, 1 << max(max(size, 1).bit_length() - 3, 0))  # at most a quarter: samples of similar sizes share blocks
+        rounded = -(-max(size, 1) // step) * step
         with self._lock:
             self._largest = max(self._largest, rounded)
             self._reclaim()
@@ -109,11 +110,8 @@ class MemoryPool:
             return self._unused
 
     def _reclaim(self) -> None:
-        while True:
-            try:
-                block = self._returned.get_nowait()
-            except queue.Empty:
-                break
+        while not self._returned.empty():
+            block = self._returned.get_nowait()
             self._free.setdefault(block.size, []).append(block)
             self._free.move_to_end(block.size)
             self._unused += block.size
@@ -124,12 +122,6 @@ class MemoryPool:
                 self._unused -= size
             if not blocks:
                 del self._free[size]
-
-
-def _size_class(size: int) -> int:
-    """Return the size rounded up by at most a quarter, so that samples of similar sizes share blocks."""
-    step = max(ALIGN, 1 << max(max(size, 1).bit_length() - 3, 0))
-    return -(-max(size, 1) // step) * step
 
 
 class _Mapping(mmap.mmap):
@@ -177,8 +169,7 @@ def unpin(address: int, size: int, device: "torch.device") -> None:
         logger.error("%s bytes of pinned memory at %#x cannot be unregistered (CUDA error %d)", f"{size:,}", address, failed)
 
 
-@dataclass(eq=False, slots=True)
-class _File:
+class _File(NamedTuple):
     path: Path
     descriptor: int
     direct: bool
@@ -273,11 +264,8 @@ class Reader(AbstractContextManager["Reader"]):
     def _split_unaligned(self, path: Path, offset: int, into: np.ndarray) -> Iterator[Callable[[], None]]:
         """Split an unaligned read, which goes through an aligned bounce buffer of the thread."""
         end = offset + into.size
-        start = offset
-        while start < end:
-            stop = min(align_down(start) + self.block, end)
+        for start, stop in pairwise((offset, *range(align_down(offset) + self.block, end, self.block), end)):
             yield partial(self._read_unaligned, path, start, into[start - offset : stop - offset])
-            start = stop
 
     def _read_unaligned(self, path: Path, offset: int, into: np.ndarray) -> None:
         if not hasattr(self._local, "bounce"):
@@ -294,19 +282,17 @@ class Reader(AbstractContextManager["Reader"]):
         if not jobs:
             return
         others = [self._pool.submit(job) for job in jobs[:-1]]
-        problem: BaseException | None = None
         try:
             jobs[-1]()
-        except BaseException as error:
-            problem = error
+        except BaseException:
             for other in others:
                 other.cancel()
-        wait_for(others)  # before memory is freed, also after a failure
-        for other in others:
-            if not other.cancelled() and (failure := other.exception()) is not None:
-                raise failure
-        if problem is not None:
-            raise problem
+            raise
+        finally:
+            wait_for(others)  # before memory is freed, also after a failure
+            for other in others:
+                if not other.cancelled():
+                    other.result()
 
     # ---- one read
 

@@ -10,11 +10,10 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +32,7 @@ _FILES = 64  # open files: KvikIO registers each with the driver
 _THREADS, _TASK = 8, 4 << 20  # reads in flight, and bytes of each: settings of KvikIO for the process
 
 
-@dataclass(eq=False, slots=True)
-class _File:
+class _File(NamedTuple):
     handle: Any
     size: int
 

@@ -15,10 +15,10 @@ from hpcai.data.catalog import Catalog, read_catalog
 from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.file_cache import FileCache
 from hpcai.data.index import INDEX
-from hpcai.data.layout import Layout, UnreadableLayoutError, is_finite
+from hpcai.data.layout import Layout, UnreadableLayoutError, is_finite, parse_errors
 from hpcai.data.layout import hdf5_layout as layout_of
 from hpcai.data.readers import open_reader
-from hpcai.data.table import ABSENT, HDF5_ONLY, HEAD_BYTES, DatasetLayouts, Table, head_checksum, naming_file
+from hpcai.data.table import ABSENT, HDF5_ONLY, HEAD_BYTES, DatasetLayouts, Table, head_checksum
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
@@ -139,7 +139,7 @@ class Rows:
             return table.columns[name].copy()
         parts = []
         for path in self.paths:
-            with self._lock, self._open(path) as file, naming_file(path, f"it is damaged{self.remedy}"):
+            with self._lock, self._open(path) as file, parse_errors(path, f"it is damaged{self.remedy}"):
                 parts.append(file[name][...])
         return np.concatenate(parts)
 
@@ -229,7 +229,7 @@ class Rows:
             reason = "no such file" if not path.exists() else f"not a complete HDF5 file ({problem})"
             raise DataError(f"{path}: {reason}{self.remedy}") from problem
         try:
-            with naming_file(path, f"it is damaged{self.remedy}"):
+            with parse_errors(path, f"it is damaged{self.remedy}"):
                 self._check_datasets(path, file)
         except BaseException:
             file.close()
@@ -242,7 +242,7 @@ class Rows:
             if table is not None and all(self._in_table(name, number) for name in names):
                 self._info[path] = self._from_table(path, table)
             else:
-                with self._lock, self._open(path) as file, naming_file(path, f"it is damaged{self.remedy}"):
+                with self._lock, self._open(path) as file, parse_errors(path, f"it is damaged{self.remedy}"):
                     self._info[path] = self._inspect(path, file)
         return self._info[path]
 
@@ -257,21 +257,16 @@ class Rows:
         number, local_path = self._numbers[path], self.local.get(path, path)
         self._check_head(path, int(table.head[number]))
         layouts = {name: self._table_fields[name].layout(number, local_path) for name in self.fields}
-        small: dict[str, np.ndarray] = {}
-        for name, layout in layouts.items():
-            if self._is_small(name, layout.shape, layout.nbytes):
-                small[name] = self._small_values(path, table.file_values(name, number), layout)
-        ends = {}
-        for name in set(self._ragged.values()):
-            counts = self._small_values(path, table.file_values(name, number), self._table_fields[name].layout(number, local_path))
-            ends[name] = np.cumsum(counts, dtype=np.int64)
+        counts = [self._table_fields[name].layout(number, local_path) for name in set(self._ragged.values())]
+        small = {name: self._small_values(path, table, layout) for name, layout in layouts.items() if self._is_small(name, layout)}
+        ends = {layout.name: np.cumsum(self._small_values(path, table, layout), dtype=np.int64) for layout in counts}
         self._check_ends(path, layouts, ends)
         return _FileInfo(layouts, small, ends)
 
-    def _small_values(self, path: Path, table_values: np.ndarray | None, layout: Layout) -> np.ndarray:
+    def _small_values(self, path: Path, table: Table, layout: Layout) -> np.ndarray:
         """Return all values of a small field of a file, from the table if it has them."""
-        if table_values is not None:
-            return table_values
+        if (values := table.file_values(layout.name, self._numbers[path])) is not None:
+            return values
         self._check_plausible(path, layout.name, layout.nbytes)
         return np.array(layout.read(self.reader))  # copied: each block of the pool is a mapping
 
@@ -296,7 +291,7 @@ class Rows:
             dtype, shape = self.fields[name]
             expected = shape[1:] if name in self._ragged else shape
             if (number := layouts.first_mismatch(np.dtype(dtype), expected)) is not None:
-                raise self._mismatch(self.paths[number], name, layouts.shape(number), layouts.dtype(number))
+                self._check_kind(self.paths[number], name, layouts.shape(number), layouts.dtype(number))
             rows = np.diff(self._ends, prepend=0)
             if name not in self._ragged and (number := layouts.first_row_mismatch(rows)) is not None:
                 text = f"dataset '{name}' has {layouts.shape(number)[0]} rows, {INDEX} has {rows[number]}"
@@ -309,7 +304,7 @@ class Rows:
         small: dict[str, np.ndarray] = {}
         for name in self.fields:
             data = file[name]
-            if self._is_small(name, data.shape, data.nbytes):
+            if self._is_small(name, data):
                 small[name] = self._read_dataset(path, name, data)
             by_h5py = self.reader_kind == "hdf5" or name in small
             layouts[name] = Layout(path, name, data.shape, data.dtype, None) if by_h5py else self._layout(file, name)
@@ -317,9 +312,9 @@ class Rows:
         self._check_ends(path, layouts, ends)
         return _FileInfo(layouts, small, ends)
 
-    def _is_small(self, name: str, shape: Sequence[int], nbytes: int) -> bool:
+    def _is_small(self, name: str, data: Layout | h5py.Dataset) -> bool:
         """Whether all rows of the field are read at once: each read of a few bytes would cost a block of the disk."""
-        return self.reader_kind != "hdf5" and name not in self._ragged and nbytes <= max(shape[0], 1) * ALIGN // 4
+        return self.reader_kind != "hdf5" and name not in self._ragged and data.nbytes <= max(data.shape[0], 1) * ALIGN // 4
 
     def _check_ends(self, path: Path, layouts: Mapping[str, Layout], ends: Mapping[str, np.ndarray]) -> None:
         for name, counts in self._ragged.items():
@@ -348,7 +343,7 @@ class Rows:
             raise DataError(f"{path}: dataset '{name}' has {nbytes:,} bytes by its header; the file is damaged{self.remedy}")
 
     def _check_datasets(self, path: Path, file: h5py.File) -> None:
-        for name, (dtype, shape) in self.fields.items():
+        for name, (dtype, _) in self.fields.items():
             if name not in file:
                 raise DataError(f"{path}: no dataset '{name}'; it has {', '.join(file) or 'none'}{self.remedy}")
             data = file[name]
@@ -358,19 +353,17 @@ class Rows:
                 raise DataError(f"{path}: '{name}' holds no values, expected {np.dtype(dtype)}{self.remedy}")
             if data.external or data.is_virtual:
                 raise DataError(f"{path}: the values of '{name}' are in other files; copy them (h5repack){self.remedy}")
-            expected = shape[1:] if name in self._ragged else shape
-            fits = len(data.shape) == len(expected) + 1 and all(e in (None, n) for e, n in zip(expected, data.shape[1:]))
-            if not fits or data.dtype.newbyteorder("=") != np.dtype(dtype):
-                raise self._mismatch(path, name, tuple(data.shape), data.dtype)
+            self._check_kind(path, name, tuple(data.shape), data.dtype)
 
-    def _mismatch(self, path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> DataError:
-        """Return the error for a dataset of another shape or dtype."""
+    def _check_kind(self, path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        """Raise DataError for a dataset of another shape or dtype."""
         kind, row_shape = self.fields[name]
         expected = row_shape if name in self._ragged else ("rows", *row_shape)
         if len(shape) != len(expected) or not all(n_expected in (None, got) for n_expected, got in zip(expected[1:], shape[1:])):
             shape_text = ", ".join("any" if n is None else str(n) for n in expected)
-            return DataError(f"{path}: dataset '{name}' is {shape}, expected ({shape_text}){self.remedy}")
-        return DataError(f"{path}: dataset '{name}' is {dtype}, expected {np.dtype(kind)}{self.remedy}")
+            raise DataError(f"{path}: dataset '{name}' is {shape}, expected ({shape_text}){self.remedy}")
+        if dtype.newbyteorder("=") != np.dtype(kind):
+            raise DataError(f"{path}: dataset '{name}' is {dtype}, expected {np.dtype(kind)}{self.remedy}")
 
     def _count_rows(self, path: Path) -> int:
         layouts = self._file_info(path).layouts

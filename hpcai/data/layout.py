@@ -6,8 +6,10 @@ file; samples are then byte ranges.
 
 import itertools
 import math
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -168,6 +170,17 @@ def is_finite(value: Any) -> bool:
 # ---- formats
 
 
+@contextmanager
+def parse_errors(where: object, advice: str, text: str = "cannot be read as HDF5") -> Iterator[None]:
+    """Context manager: replace any exception of a parser, such as h5py, which has a dozen for damaged files, by a DataError."""
+    try:
+        yield
+    except HpcaiError:
+        raise
+    except Exception as problem:
+        raise DataError(f"{where}: {text} ({type(problem).__name__}: {problem}); {advice}") from problem
+
+
 def read_npy_header(file: IO[bytes], where: object) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
     """Return shape, Fortran order and dtype of a ``.npy`` file, and the offset of its values. Raises DataError for damage."""
     try:
@@ -189,13 +202,14 @@ def read_npy_header(file: IO[bytes], where: object) -> tuple[tuple[int, ...], bo
 def npy_layout(path: str | Path) -> Layout:
     """Return the layout of a ``.npy`` file. Raises DataError for a damaged header, Python objects, and a truncated file."""
     path = Path(path)
-    size = _file_size(path)
     try:
         with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             shape, fortran, dtype, offset = read_npy_header(file, path)
     except OSError as problem:
         raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem
-    dtype = _numeric_dtype(dtype, path, path.name)
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise UnreadableLayoutError(f"{path}: '{path.name}' is {dtype}, expected numbers")
     if fortran and len(shape) > 1:
         raise UnreadableLayoutError(f"{path}: its values are in Fortran order; write it again with numpy.save(ascontiguousarray)")
     array_layout = Layout(path, path.name, shape, dtype, offset)
@@ -209,12 +223,8 @@ def hdf5_layout(file: h5py.File, name: str) -> Layout:
     Raises UnreadableLayoutError for compressed or otherwise filtered chunks, virtual, external and compact datasets, and files with
     a user block, and DataError for a damaged file and for values beyond its end.
     """
-    try:
+    with parse_errors(file.filename, "copy or make it again", f"dataset '{name}' cannot be read"):
         return _hdf5_layout(file, name)
-    except HpcaiError:
-        raise
-    except Exception as problem:  # exceptions of h5py for damaged files are not documented
-        raise DataError(f"{file.filename}: dataset '{name}' cannot be read ({type(problem).__name__}: {problem})") from problem
 
 
 def _hdf5_layout(file: h5py.File, name: str) -> Layout:
@@ -222,7 +232,7 @@ def _hdf5_layout(file: h5py.File, name: str) -> Layout:
     label = f"{path}: dataset '{name}'"
     if not isinstance(data, h5py.Dataset):
         raise DataError(f"{label} is a {type(data).__name__.lower()}, expected values")
-    if data.dtype.hasobject or data.shape is None:
+    if data.dtype.hasobject or data.dtype.itemsize == 0 or data.shape is None:
         raise UnreadableLayoutError(f"{label} is {data.dtype}, expected numbers")
     plist = data.id.get_create_plist()
     if plist.get_nfilters():
@@ -237,7 +247,7 @@ def _hdf5_layout(file: h5py.File, name: str) -> Layout:
         raise UnreadableLayoutError(f"{label} is within the header")
     if file.userblock_size:  # some versions of HDF5 include it in offsets, others do not
         raise UnreadableLayoutError(f"{path}: begins with a user block of {file.userblock_size} bytes")
-    dtype, size = _numeric_dtype(data.dtype, path, name), _file_size(path)
+    dtype, size = data.dtype, path.stat().st_size
     if kind == h5py.h5d.CONTIGUOUS:
         offset = data.id.get_offset()
         if offset is None:  # never written
@@ -261,20 +271,6 @@ def _hdf5_layout(file: h5py.File, name: str) -> Layout:
     if offsets:
         _check_end(array_layout, max(offsets.values()) + chunk_bytes, size)
     return array_layout
-
-
-def _numeric_dtype(dtype: Any, path: Path, name: str) -> np.dtype:
-    dtype = np.dtype(dtype)
-    if dtype.hasobject or dtype.itemsize == 0:
-        raise UnreadableLayoutError(f"{path}: '{name}' is {dtype}, expected numbers")
-    return dtype
-
-
-def _file_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as problem:
-        raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem
 
 
 def _check_end(layout: Layout, end: int, size: int) -> None:

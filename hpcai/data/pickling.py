@@ -39,16 +39,12 @@ def _memory_order(strides: Sequence[int]) -> list[int]:
     return sorted(range(len(strides)), key=lambda dim: -abs(strides[dim]))
 
 
-def _argsort(order: Sequence[int]) -> list[int]:
-    return sorted(range(len(order)), key=order.__getitem__)
-
-
 def _reduce_array(array: np.ndarray) -> Any:
     array = np.asarray(array)
     if array.flags.forc:
         return array.__reduce_ex__(5)
     order = _memory_order(array.strides)  # pickle copies non-contiguous arrays into its stream
-    return np.transpose, (np.ascontiguousarray(array.transpose(order)), _argsort(order))
+    return np.transpose, (np.ascontiguousarray(array.transpose(order)), np.argsort(order).tolist())
 
 
 def _reduce_tensor(tensor: Any) -> Any:
@@ -60,7 +56,8 @@ def _reduce_tensor(tensor: Any) -> Any:
         return tensor.__reduce_ex__(5)
     order = _memory_order(tensor.stride())
     dense = tensor.permute(order).resolve_conj().resolve_neg().contiguous()
-    return _rebuild_tensor, (dense.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(dense.shape), _argsort(order))
+    flat = dense.reshape(-1).view(torch.uint8).numpy()
+    return _rebuild_tensor, (flat, tensor.dtype, tuple(dense.shape), np.argsort(order).tolist())
 
 
 def _rebuild_tensor(flat: np.ndarray, dtype: Any, shape: tuple[int, ...], back: list[int]) -> Any:

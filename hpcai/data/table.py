@@ -22,8 +22,7 @@ F files, N rows in total
 import hashlib
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,8 @@ import numpy as np
 
 from hpcai.data import layout
 from hpcai.data.entry import Entry, TableEntry
-from hpcai.data.layout import Layout, UnreadableLayoutError
-from hpcai.errors import DataError, HpcaiError
+from hpcai.data.layout import Layout, UnreadableLayoutError, parse_errors
+from hpcai.errors import DataError
 
 ABSENT, CONTIGUOUS, CHUNKED, HDF5_ONLY = range(4)
 HEAD_BYTES = 4096
@@ -57,22 +56,11 @@ def head_checksum(start: bytes | np.ndarray) -> int:
 # ---- writing
 
 
-@contextmanager
-def naming_file(path: Path, advice: str) -> Iterator[None]:
-    """Context manager: replace any exception of h5py, which has a dozen for damaged files, by a DataError with the file."""
-    try:
-        yield
-    except HpcaiError:
-        raise
-    except Exception as problem:
-        raise DataError(f"{path}: cannot be read as HDF5 ({type(problem).__name__}: {problem}); {advice}") from problem
-
-
 def describe(path: Path, rows: int) -> dict[str, Any]:
     """Return the table entries of a file, as JSON values, without external, virtual and non-numeric datasets. Raises DataError for
     a file that is missing or damaged."""
     names: list[str] = []
-    with naming_file(path, "make or copy it again"):
+    with parse_errors(path, "make or copy it again"):
         with path.open("rb") as stream:
             head = head_checksum(stream.read(HEAD_BYTES))
         with h5py.File(path, "r") as file:

@@ -146,8 +146,7 @@ class StepTracer(TorchDispatchMode):
                 stack.enter_context(_record_triton(self))
             stack.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_gather_object))  # reads sizes
             stack.enter_context(mock.patch.object(torch_dist, "broadcast_object_list", lambda *_, **__: None))
-            stack.enter_context(mock.patch.object(CausalBias, "__new__", _new_causal_bias))
-            stack.enter_context(mock.patch.object(CausalBias, "_dispatch", _causal_attention))
+            stack.enter_context(mock.patch.multiple(CausalBias, __new__=_new_causal_bias, _dispatch=_causal_attention))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(self)
             yield

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcai.data.collate import tree_map
+from hpcai.data.collate import tree_map, tree_zip
 from hpcai.dist.watchdog import before_destroy_process_group
 from hpcai.errors import ConfigError
 from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
@@ -151,7 +151,9 @@ class Capture:
 
     def _copy_batch(self, static: Any, batch: Any) -> None:
         """Copy a batch into static memory. Tensors of the host are copied on a separate stream."""
-        pairs = list(zip(_tensors(static), _tensors(batch)))
+        leaves: list[Any] = []
+        tree_zip([static, batch], leaves.append)
+        pairs = [(to, x) for to, x in leaves if isinstance(x, Tensor)]
         hosts = [(to, x) for to, x in pairs if self._copy_stream is not None and x.device.type == "cpu"]
         if self._copy_stream is not None and hosts:
             now = torch.cuda.current_stream()
@@ -229,9 +231,3 @@ def _format_line(line: tuple[str, int] | None) -> str:
 
 def _clone(values: Any) -> Any:
     return tree_map(values, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    tree_map(tree, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
-    return tensors

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -192,11 +192,10 @@ def export(
         entries[name] = {"dtype": shard_file.DTYPE_NAMES[sizes[name][0]], "shape": sizes[name][1], "data_offsets": [begin, end]}
     with path.open("wb") as file:
         file.write(shard_file.encode_header(entries))
-        for _, some in groupby(zip(ordered[: len(source)], ends), lambda pair: pair[1] // _EXPORT_BYTES):
-            for tensor in reader.read(source[name] for name, _ in some).values():
-                file.write(_bytes(tensor))
-        for name in ordered[len(source) :]:
-            file.write(_bytes(frozen[name]))
+        portions = groupby(zip(ordered[: len(source)], ends), lambda pair: pair[1] // _EXPORT_BYTES)
+        tensors = (tensor for _, some in portions for tensor in reader.read(source[name] for name, _ in some).values())
+        for tensor in chain(tensors, (frozen[name] for name in ordered[len(source) :])):
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _load_frozen(checkpoint: Path, run: RunFile, load: Callable[[str], nn.Module] | None) -> dict[str, Tensor]:
@@ -211,10 +210,6 @@ def _load_frozen(checkpoint: Path, run: RunFile, load: Callable[[str], nn.Module
         state = (load or import_module(f"hpcai.models.{package and package[1]}.load").load_weights)(origin).state_dict()
         weights |= {name: state[name].contiguous() for name, other in run.frozen.items() if other == digest}
     return weights
-
-
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _open_verified(checkpoint: Path) -> CheckpointReader:

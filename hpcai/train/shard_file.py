@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
@@ -81,10 +82,7 @@ def allocate(boxes: Sequence[Box], pinned: bool = False) -> tuple[Tensor, list[T
 
 def _rank_in(axes: Sequence[Axis]) -> int:
     """Return the row-major rank of this process along ``axes``."""
-    index = 0
-    for axis in axes:
-        index = index * axis.size + axis.rank
-    return index
+    return int(np.ravel_multi_index([axis.rank for axis in axes], [axis.size for axis in axes]))
 
 
 # ---- writing
@@ -240,10 +238,7 @@ def copy_into(box: Box, offsets: Sequence[int], source: Tensor) -> None:
 
 def _broadcast(content: Tensor, axes: tuple[Axis, ...], source: int) -> None:
     """Broadcast ``content`` from the rank with number ``source`` along ``axes``."""
-    indices: list[int] = []
-    for axis in reversed(axes):
-        source, place = divmod(source, axis.size)
-        indices.insert(0, place)
+    indices = [int(index) for index in np.unravel_index(source, [axis.size for axis in axes])]
     for number, axis in enumerate(axes):  # along the first axis, then from its ranks along the next
         if axis.size > 1 and all(other.rank == p for other, p in zip(axes[number + 1 :], indices[number + 1 :])):
             torch_dist.broadcast(content, group=axis.group, group_src=indices[number])

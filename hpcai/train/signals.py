@@ -1,29 +1,26 @@
 """Signals of a batch scheduler: recorded by a handler, and agreed on by all ranks at a step boundary."""
 
-from contextlib import AbstractContextManager
-from types import TracebackType
+from contextlib import ExitStack
+from typing import Self
 
 from hpcai import stop
 from hpcai.dist import watchdog
 from hpcai.dist.mesh import Mesh
 
 
-class StopSignals:
+class StopSignals(ExitStack):
     """Context manager that turns ``stop.SIGNALS`` into a stop in the same step on all ranks. Ranks do not communicate
     until one of them receives a signal. All ranks of the job enter and leave such contexts in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
         self.received: str | None = None
         self._boundary = watchdog.next_step_boundary(mesh.job.size)
-        self._noting: AbstractContextManager[None] = stop.on_signal(self._note)
 
-    def __enter__(self) -> "StopSignals":
-        self._noting.__enter__()
+    def __enter__(self) -> Self:
+        self.enter_context(stop.on_signal(self._note))
+        self.callback(self._boundary.leave)
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._boundary.leave()
-        self._noting.__exit__(kind, error, trace)
 
     def _note(self, name: str) -> None:
         self.received = name

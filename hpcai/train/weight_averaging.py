@@ -29,16 +29,12 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         if self._averages:
-            change = torch._foreach_sub(list(self._buffers.values()), self.buffers)
-            torch._foreach_add_(self.buffers, torch._foreach_mul(change, self.optimizer.take))
+            averages = list(self._averages.values())
+            change = torch._foreach_sub(list(self._buffers.values()), averages)
+            torch._foreach_add_(averages, torch._foreach_mul(change, self.optimizer.take))
 
     def state(self) -> dict[str, Tensor | FlatShard]:
         return {**self.optimizer.averages(), **self._averages}
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """Return the averages of the buffers, which are updated in place."""
-        return list(self._averages.values())
 
     @contextmanager
     def applied(self) -> Iterator[None]:

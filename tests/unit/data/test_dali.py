@@ -285,7 +285,7 @@ def test_inputs_and_outputs_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(pipeline._pipeline, "schedule_run", write_and_run)
     monkeypatch.setattr(pipeline, "_tensor", lambda field, output: (outputs.append(output), tensor(field, output))[1])
     pipeline.start(0, [new_ready(0, x)])
-    assert pipeline.in_flight[0].items[0].arrays[0] is x, "the input of DALI is kept alive"
+    assert pipeline.in_flight[0][1][0].sample.arrays[0] is x, "the input of DALI is kept alive"
     output_tensor = pipeline.finish()[2][0]
     assert (output_tensor == 7).all() and output_tensor.data_ptr() == outputs[0].as_tensor().data_ptr()
 
