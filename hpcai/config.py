@@ -53,10 +53,13 @@ class Settings(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False,
-        ser_json_inf_nan="constants", json_schema_extra=lambda schema, kind: schema.update(renamed=kind.renamed),
+        ser_json_inf_nan="constants",
+        json_schema_extra=lambda schema, kind: schema.update(renamed=kind.renamed, removed=kind.removed),
     )  # fmt: skip
     renamed: ClassVar[dict[str, str]] = {}
     """Earlier names of fields, which files and overrides of the previous version have, and today's."""
+    removed: ClassVar[dict[str, tuple[Any, str]]] = {}
+    """Fields of earlier versions: their default, which is ignored, and the advice for other values."""
 
     @pydantic.field_validator("*")
     @classmethod
@@ -333,7 +336,12 @@ class _Input:
     def validate(self) -> pydantic.BaseModel:
         suggested: set[Key] = set()
         for key in list(self.schema.unknown_keys(self.tree)):
-            near, parent = self.schema.suggest(key), _lookup(self.tree, key[:-1])
+            parent = _lookup(self.tree, key[:-1])
+            if removed := self.schema.removed(key[:-1]).get(key[-1]):
+                text = f"{format_key(key)} is {format_value(parent.pop(key[-1]))}, a setting of earlier versions; {removed[1]}"
+                self.errors.append((self.origin(key), text))
+                continue
+            near = self.schema.suggest(key)
             suggested |= set(near)
             names = [name for option in self.schema.at(key[:-1]) for name in option.get("properties", ())]
             hint = f"did you mean {' or '.join(map(format_key, near))}?" if near else f"the keys here are {join_names(names)}"

@@ -46,6 +46,8 @@ def _fill_free_axis(sizes: Mapping[str, int], world: int) -> dict[str, int]:
 class MeshConfig(Settings):
     """Sizes of the axes of the mesh. Their product is the number of processes. An app adds the axes that its model supports."""
 
+    removed = dict.fromkeys(("axial", "depth", "height", "tensor", "pipeline", "expert", "context"), (1, "this app has no such axis"))
+
     replicate: Annotated[int, Field(ge=-1)] = -1
     """data parallelism: replicas of the model, each with its own samples; -1: all processes that the other axes leave"""
     evaluate: Annotated[int, Field(ge=0)] = 0
@@ -103,7 +105,7 @@ class Tensor(Settings):
 class LoaderConfig(Settings):
     """Loading of samples, the base of the `data` settings of every app."""
 
-    renamed = {"once": "scatter"}
+    renamed = {"once": "scatter", "threads": "workers"}
 
     reader: Literal["auto", "direct", "buffered", "memory", "hdf5", "dali", "gds"] = "auto"
     """auto: buffered if all samples fit into the page cache, otherwise direct; direct: without the page cache (O_DIRECT);
@@ -153,6 +155,15 @@ class LoaderConfig(Settings):
 class ScheduleConfig(Settings):
     """Learning rate, a pure function of the global optimizer step. Lengths are in epochs, or in steps (`unit`)."""
 
+    renamed = {"first": "first_step"}
+    removed = {
+        "boundary": ("at", "after is late: true"), "per": ("step", "epoch is held: true"),
+        "decay_from": ("start", "warmup is after_warmup: true"),
+        "counted": ("plainly", "cosmoflow-reference is held: true and late: true; cosmoflow-nvidia held: true; deepcam-reference "
+                    "first_step: 1, late: true and after_warmup: true; unet3d-reference first_step: 1 and held: true; "
+                    "unet3d-nvidia first_step: 1"),
+    }  # fmt: skip
+
     unit: Literal["epochs", "steps"] = "epochs"
     """unit of `warmup`, `decay_at` and `length`"""
     warmup: Annotated[float, Field(ge=0)] = 0.0
@@ -199,6 +210,8 @@ class StepConfig(Settings):
     """One optimizer step: precision, gradients, optimizer, learning rate."""
 
     renamed = {"products": "matmul", "average": "ema_decay"}
+    removed = {name: (default, "the average of weights is ema_decay")
+               for name, default in (("average_half_life", None), ("average_ramp", 0.05), ("average_power", None))}  # fmt: skip
 
     precision: Literal["auto", "fp32", "bf16", "bf16-params", "fp64"] = "fp32"
     """bf16: autocast, with weights and optimizer in fp32; bf16-params: bfloat16 weights and gradients, with fp32 master weights in
@@ -349,6 +362,8 @@ class CheckpointConfig(Settings):
 
 class ReportConfig(Settings):
     """Reports of a run. metrics.jsonl and settings.yaml are always written to the directory."""
+
+    removed = {"benchmark": (None, "remove it: the app names its benchmark")}
 
     directory: Path | None = None
     """directory of the run; null: no files"""
