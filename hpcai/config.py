@@ -58,8 +58,8 @@ class Settings(pydantic.BaseModel):
     )  # fmt: skip
     renamed: ClassVar[dict[str, str]] = {}
     """Earlier names of fields, which files and overrides of the previous version have, and today's."""
-    removed: ClassVar[dict[str, tuple[Any, str]]] = {}
-    """Fields of earlier versions: their default, which is ignored, and the advice for other values."""
+    removed: ClassVar[dict[str, dict[Any, dict[str, Any]]]] = {}
+    """Fields of earlier versions: today's settings in place of each value that can still be expressed."""
 
     @pydantic.field_validator("*")
     @classmethod
@@ -336,15 +336,12 @@ class _Input:
     def validate(self) -> pydantic.BaseModel:
         suggested: set[Key] = set()
         for key in list(self.schema.unknown_keys(self.tree)):
-            parent = _lookup(self.tree, key[:-1])
-            if removed := self.schema.removed(key[:-1]).get(key[-1]):
-                text = f"{format_key(key)} is {format_value(parent.pop(key[-1]))}, a setting of earlier versions; {removed[1]}"
-                self.errors.append((self.origin(key), text))
-                continue
-            near = self.schema.suggest(key)
+            near, parent = self.schema.suggest(key), _lookup(self.tree, key[:-1])
             suggested |= set(near)
             names = [name for option in self.schema.at(key[:-1]) for name in option.get("properties", ())]
             hint = f"did you mean {' or '.join(map(format_key, near))}?" if near else f"the keys here are {join_names(names)}"
+            if any(key[-1] in option.get("removed", ()) for option in self.schema.at(key[:-1])):
+                hint = "earlier versions had it, CHANGELOG.md says why; remove it"
             self.errors.append((self.origin(key), f"{format_key(key)}: no such key; {hint}"))
             del parent[key[-1]]
         tree = self.schema.fill_defaults(self.tree)

@@ -76,16 +76,16 @@ class Schema:
             elif isinstance(value, dict) and any("properties" in option for option in options):
                 yield from self.unknown_keys(value, (*key, name))
 
-    def removed(self, key: Key) -> dict[str | int, tuple[Any, str]]:
-        """Return the settings of earlier versions in the section at ``key`` (``Settings.removed``)."""
-        pairs = [(option["properties"], pair) for option in self.at(key) for pair in option.get("removed", {}).items()]
-        return {name: entry for names, (name, entry) in pairs if name not in names}
-
     def apply_renames(self, values: dict[str, Any], key: Key = ()) -> Iterator[tuple[Key, Key]]:
-        """Move the values of earlier names of settings (``Settings.renamed``) to today's, in place. Yield each earlier key and
-        today's. Delete removed settings that have their default."""
-        for name in [name for name, (default, _) in self.removed(key).items() if name in values and values[name] == default]:
-            del values[name]
+        """Move the values of earlier names of settings (``Settings.renamed``) to today's, and replace removed settings
+        (``Settings.removed``), in place. Yield each earlier key and today's."""
+        removed = [item for node in self.at(key) for item in node.get("removed", {}).items() if item[0] not in node["properties"]]
+        for name, replacements in removed:
+            if not isinstance(value := values.get(name, _MISSING), list | dict) and value in replacements:
+                del values[name]
+                for new in [new for new in replacements[value] if new not in values]:
+                    values[new] = replacements[value][new]
+                    yield (*key, name), (*key, new)
         renamed = {name: new for option in self.at(key) for name, new in option.get("renamed", {}).items() if new not in values}
         for name, value in list(values.items()):
             if name in renamed:
