@@ -204,8 +204,8 @@ def record_path(path: Path) -> Path:
 
 
 def write_file(job: Job) -> None:
-    """Write the file of a job, and its record."""
-    refused = job.write(job.path)
+    """Write the file of a job, and its record. A complete file with a record of an earlier version gets a new record only."""
+    refused = None if is_finished(job, "sums") else job.write(job.path)
     with h5py.File(job.path, "r") as file:
         rows, *shape = file[job.contents.sample_field].shape
         record: Record = {
@@ -216,13 +216,14 @@ def write_file(job: Job) -> None:
     write_json(record_path(job.path), record)
 
 
-def is_finished(job: Job) -> bool:
-    """Return whether the file exists with the size of its record and the rows of the job."""
+def is_finished(job: Job, key: str = "refused") -> bool:
+    """Return whether the file exists with the size of its record and the rows of the job. Records of earlier versions lack
+    ``key``."""
     record = record_path(job.path)
     if not (job.path.is_file() and record.is_file()):
         return False
     contents = read_json(record)
-    return contents.get("bytes") == job.path.stat().st_size and job.rows in (None, contents.get("rows"))
+    return key in contents and contents.get("bytes") == job.path.stat().st_size and job.rows in (None, contents.get("rows"))
 
 
 # ---- one folder
@@ -261,7 +262,7 @@ def claim_folder(out: Path, recipe: dict[str, Any]) -> None:
     previous = read_json(path)
     keys = [key for key in {**previous, **recipe} if previous.get(key) != recipe.get(key)]
     if keys:
-        changed = [f"{key} {previous.get(key)} (now {recipe.get(key)})" for key in keys]
+        changed = [f"{key} {previous.get(key)} (now {recipe.get(key, 'no such setting')})" for key in keys]
         raise ConfigError(f"{out}: was made with {', '.join(changed)}; choose a new folder, or repeat those settings")
 
 

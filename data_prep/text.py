@@ -402,6 +402,8 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
     columns: list[list[Array]] = []             # of each shard
     refused, bad, empty = list[tuple[str, str]](), 0, 0
     for result in store.all_gather_results(tasks, options.workers, "tokens"):
+        if "tokens" not in result:
+            raise DataError(f"{work}: holds tokens of an earlier version; delete it, and repeat the command")
         columns.append([np.array(result[name], np.int64) for name in ("tokens", "held", "answers")])
         refused += [(where, why) for where, why in result["bad"]]
         bad, empty = bad + result["counts"]["bad"], empty + result["counts"]["empty"]

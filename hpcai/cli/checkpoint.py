@@ -54,14 +54,14 @@ def export_weights(folder: Path, file: Path) -> int:
 
 def show(folder: Path) -> int:
     """Print the checkpoints. Return 1 if one is damaged. Raises CheckpointError if there is none."""
-    from hpcai.train.checkpoint_reader import DamagedError, open_checkpoint
+    from hpcai.train.checkpoint_reader import open_checkpoint
 
     rows, damaged = [], 0
     for path in _find_checkpoints(folder):
         try:
             reader = open_checkpoint(path)
-        except DamagedError as error:
-            rows.append((path.name, *["?"] * 6, str(error)))
+        except CheckpointError as error:
+            rows.append((path.name, *["?"] * 6, str(error).removeprefix(f"{path}: ")))
             damaged += 1
             continue
         problem, run = reader.find_damage(), reader.run

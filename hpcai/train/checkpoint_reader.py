@@ -52,12 +52,12 @@ class _FileDigest(BaseModel):
 
 
 class _Manifest(BaseModel):
-    format: Literal[3]
+    format: PositiveInt
     files: dict[FileName, _FileDigest]
 
 
 class RunFile(BaseModel):
-    format: Literal[3]
+    format: PositiveInt
     world: PositiveInt
     progress: Progress
     settings: dict[str, Any]
@@ -225,14 +225,19 @@ def _open_verified(checkpoint: Path) -> CheckpointReader:
 
 def open_checkpoint(path: Path) -> CheckpointReader:
     """Return a reader of a checkpoint, after verifying its JSON files, the sizes of the others and their headers. Raises
-    DamagedError."""
+    DamagedError, and CheckpointError for a complete checkpoint of another format."""
     manifest = _read_json(path / MANIFEST, _Manifest)
     for name in sorted({*manifest.files, RUN, INDEX}):
         if name not in manifest.files or not (path / name).is_file():
             raise DamagedError(f"{name} is missing")
         if file_digest(path / name) != manifest.files[name].model_dump():
             raise DamagedError(f"{name} has changed since it was written (size or SHA-256)")
-    reader = CheckpointReader(path, _read_json(path / RUN, RunFile), _read_json(path / INDEX, Index))
+    run = _read_json(path / RUN, RunFile)
+    if run.format != FORMAT:
+        earlier = "hpcai of 2026-11-26 reads it and saves format 3: resume the run there for one step"
+        advice = earlier if run.format < FORMAT else "resume the run with the hpcai that wrote it"
+        raise CheckpointError(f"{path}: is a checkpoint of format {run.format}, expected {FORMAT}; {advice}")
+    reader = CheckpointReader(path, run, _read_json(path / INDEX, Index))
     for name, part in _stored_boxes(path, reader.index):
         width = part.dtype.itemsize
         fits = math.prod(part.sizes) * width == part.end - part.at and part.at % width == 0
