@@ -5,10 +5,13 @@ recorded, and all processes stop after the same step, with a checkpoint and this
 would replace the exit code. A closed stdout (``ignore_broken_pipe``) also ends the output.
 """
 
+import atexit
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -33,14 +36,35 @@ def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(REQUEUE)
 
 
+def is_starting() -> bool:
+    """Whether a signal ends this run at once, since its training has not begun."""
+    return signal.getsignal(signal.SIGTERM) is _exit
+
+
+_received: list[int] = []  # both ends of a pipe of signal numbers
+os.register_at_fork(after_in_child=_received.clear)
+
+
+def receive_signal(timeout: float) -> int:
+    """Return the number of a signal that reaches this run within ``timeout`` seconds, otherwise 0. It is for a thread: handlers run
+    in the main thread, after its call in C++."""
+    if not _received:
+        time.sleep(timeout)
+    return os.read(_received[0], 1)[0] if _received and select.select(_received[:1], (), (), timeout)[0] else 0
+
+
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
     """Context manager around a run: a signal before ``on_signal`` exits with ``REQUEUE``; one afterwards is ignored."""
+    if not _received and threading.current_thread() is threading.main_thread():
+        _received[:] = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(_received[1], warn_on_full_buffer=False)
+        atexit.register(_set_handler, signal.SIG_IGN)  # Python would restore the default handler, which ends the process
     _set_handler(_exit)
     try:
         yield
     finally:
-        _set_handler(signal.SIG_IGN)  # at its end Python restores the default handler, which would end the process
+        _set_handler(lambda number, frame: None)
 
 
 @contextmanager
@@ -56,7 +80,7 @@ def on_signal(callback: Callable[[str], object]) -> Iterator[None]:
         nested = before[signal.SIGTERM] is _exit
         for number, handler in before.items():
             if threading.current_thread() is threading.main_thread():
-                signal.signal(number, signal.SIG_IGN if nested else handler)
+                signal.signal(number, (lambda number, frame: None) if nested else handler)
 
 
 @contextmanager

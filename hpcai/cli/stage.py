@@ -16,6 +16,7 @@ from hpcai.cli import make_parser
 from hpcai.cli.progress import Progress, show_progress
 from hpcai.errors import DataError
 from hpcai.log import format_bytes
+from hpcai.stop import exit_on_signal
 
 if TYPE_CHECKING:
     from hpcai.data.stage import Staged
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     from hpcai.dist import start
     from hpcai.dist.collectives import all_gather_object
 
-    with start({"replicate": -1}) as mesh:
+    with exit_on_signal() if argv == sys.argv[3:] else nullcontext(), start({"replicate": -1}) as mesh:  # not within a program
         try:
             with show_progress() if mesh.is_first else nullcontext(lambda _: None) as show:
                 staged = stage_in(

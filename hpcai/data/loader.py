@@ -28,6 +28,7 @@ from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
 from hpcai.data.scatter import ScatteredLoader
 from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.mesh import Axis, Mesh
+from hpcai.dist.waiting import waiting_at
 from hpcai.errors import DataError, HpcaiError
 
 logger = logging.getLogger(__name__)
@@ -275,7 +276,8 @@ class Loader(AbstractContextManager["Loader"]):
         if active.pending_batch is None:
             self._submit_next(active)
         while active.pending_batch is not None:
-            (number, tasks), prepared = active.pending_batch.result()
+            with waiting_at(f"a batch of {self.name}"):
+                (number, tasks), prepared = active.pending_batch.result()
             # The next batch is collated during the computation of this one.
             self._submit_next(active)
             if active.pending_batch is None and following is not None:

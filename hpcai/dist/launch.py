@@ -10,6 +10,8 @@ Environment variables, with the same values on all ranks:
     HPCAI_SHARE_GPU=1          several ranks may use one GPU, with gloo: for tests
 """
 
+import atexit
+import ctypes
 import logging
 import os
 import resource
@@ -22,7 +24,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from hpcai import startup
 from hpcai.dist.environment import INTERACTIVE_SHELL, SINGLE_PROCESS, RankInfo, read_rank_info
 from hpcai.dist.host import bind_to_numa_node, retain_freed_memory
 from hpcai.dist.mesh import Mesh
-from hpcai.dist.waiting import call_in_thread
+from hpcai.dist.waiting import waiting_at
 from hpcai.dist.watchdog import Watchdog, exit_now, report_failure
 from hpcai.errors import LaunchError
 
@@ -92,7 +93,7 @@ def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
         raise LaunchError("torch.distributed is initialized already; start() creates the process group itself")
     info, watchdog = (info, None) if info.world == 1 else _rendezvous(info, device)
     assert info.world is not None
-    with watchdog or nullcontext():
+    with watchdog or nullcontext(), waiting_at("", is_work=True):
         if watchdog is not None:
             watchdog.wait_for_ranks(_read_timeout().total_seconds())
         local_device = device if device is not None else _set_device(info)
@@ -141,12 +142,11 @@ def _rendezvous(info: RankInfo, device: torch.device | None) -> tuple[RankInfo, 
             info, comm = _init_mpi(info)
         if info.world == 1:
             return info, None
-        connect = partial(_open_store, info, comm)
-        in_thread = info.rank > 0 and comm is None  # under MPI rank 0 has started
-        address, store, token = call_in_thread(connect, lambda: f"rank 0 at {info.address}") if in_thread else connect()
-        assert info.world is not None
-        abort = os._exit if comm is None else comm.Abort
-        return info, Watchdog(info.rank, info.world, address, store, abort, token)
+        with waiting_at(f"the rendezvous with rank 0 at {info.address}"):
+            address, store, token = _open_store(info, comm)
+            assert info.world is not None
+            abort = os._exit if comm is None else comm.Abort
+            return info, Watchdog(info.rank, info.world, address, store, abort, token)
     except (LaunchError, OSError, RuntimeError) as error:
         if info.rank > 0:
             time.sleep(2)  # usually all have the same error: rank 0 prints it, and most launchers end the others
@@ -161,7 +161,16 @@ def _init_mpi(info: RankInfo) -> tuple[RankInfo, Any]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)  # on every rank; the check below raises once
-            from mpi4py import MPI  # importing it starts MPI
+            import mpi4py
+
+            mpi4py.rc.initialize = False
+            from mpi4py import MPI
+
+            if not MPI.Is_initialized():
+                _call_mpi(MPI, "MPI_Init_thread", None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+                for communicator in (MPI.COMM_SELF, MPI.COMM_WORLD):
+                    communicator.Set_errhandler(MPI.ERRORS_RETURN)
+                atexit.register(_call_mpi, MPI, "MPI_Finalize")
     except (ImportError, RuntimeError) as error:
         raise _MPIError(
             f"{info.launcher} started this process as rank {info.rank}, but MPI cannot be loaded: {error}; set MPI4PY_LIBMPI to "
@@ -184,6 +193,13 @@ def _init_mpi(info: RankInfo) -> tuple[RankInfo, Any]:
     address, port = comm.bcast((info.address or os.environ.get("HPCAI_ADDRESS") or name, info.port))
     _mpi[:] = [comm]
     return replace(info, world=comm.size, address=address, port=port), comm
+
+
+def _call_mpi(mpi: Any, name: str, *args: Any) -> None:
+    """Call a function of MPI that waits for all ranks. mpi4py would hold the interpreter lock, and so stop all threads."""
+    with waiting_at(f"{name} of all ranks"):
+        if code := getattr(ctypes.CDLL(mpi.__file__), name)(*args):
+            raise RuntimeError(f"{name} returned error {code}")
 
 
 _mpi: list[Any] = []

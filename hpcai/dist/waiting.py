@@ -1,45 +1,101 @@
-"""Waits for other processes: signals are handled meanwhile, and a long wait is reported."""
+"""Waits for other processes: a long one is reported, and signals end it, also within a call in C++, which delays their handlers."""
 
+import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from typing import TypeVar
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
 
-T = TypeVar("T")
+from hpcai import stop
 
-FIRST_REPORT, NEXT_REPORT = 10.0, 60.0  # seconds until the first message of a wait, and between the further ones
+FIRST_REPORT, NEXT_REPORT = 10.0, 60.0  # seconds until the first report of a wait, and between the further ones
 
 
-def wait_until(is_done: Callable[[float], object], describe: Callable[[], str] | None, timeout: float) -> bool:
-    """Call ``is_done(seconds)``, which waits so long, until it returns a true value; return False after ``timeout`` seconds.
+class _Heartbeat:
+    """Counts of finished steps and batches of evaluations. It is global, since a process has one run at a time."""
 
-    Between the calls the main thread handles signals. ``describe``: Returns the text of reports, "waiting for ..."; None for none.
+    beats = 0
+    pauses = 0  # above 0 while this rank waits for ranks with watchdogs of their own
+
+
+HEARTBEAT = _Heartbeat()
+
+
+class _Wait:
+    """A wait of the main thread; ``lost``: whether a rank does not answer."""
+
+    def __init__(self, place: Callable[[], str], is_work: bool) -> None:
+        self.place, self.is_work, self.signal = place, is_work, 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.start, self.beats, self.reports, self.lost = time.monotonic(), HEARTBEAT.beats, 0, False
+
+
+_waits: list[_Wait] = []  # of the main thread, the innermost last
+_monitors: list[threading.Thread] = []
+callbacks: list[Callable[..., bool]] = []
+"""``report_wait`` and ``abort_job`` of ``hpcai.dist.watchdog``."""
+
+
+@contextmanager
+def waiting_at(place: str | Callable[[], str], is_work: bool = False) -> Iterator[None]:
+    """Context manager around calls of the main thread that wait for others. After ten seconds without a step a thread reports the
+    wait. It ends the job by a signal that the main thread cannot handle: before training begins at once, later if it has reported.
+
+    ``place``: The name of the wait; without one only a rank that does not answer is reported, or a long start. ``is_work``: The
+    ranks may be at work, which a signal should not interrupt: it ends the wait only if a rank does not answer.
     """
-    start, due = time.monotonic(), FIRST_REPORT
-    while not is_done(0.2):
-        waited = time.monotonic() - start
-        if waited > timeout:
-            return False
-        if waited >= due and describe is not None:
-            due += NEXT_REPORT
-            sys.stderr.write(f"waiting for {describe()} since {waited:.0f} s\n")
-            sys.stderr.flush()
-    return True
+    if not callbacks or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if not (_monitors and _monitors[-1].is_alive()):  # it does not survive a fork
+        _monitors[:] = [threading.Thread(target=_monitor, name="hpcai-waits", daemon=True)]
+        _monitors[-1].start()
+    _waits.append(_Wait(place if callable(place) else lambda: place, is_work))
+    try:
+        yield
+    finally:
+        _waits.pop()
+        for outer in _waits[-1:]:
+            outer.restart()
 
 
-def call_in_thread(function: Callable[[], T], describe: Callable[[], str]) -> T:
-    """Return ``function()``. It runs in a thread, since a call in C++ would delay the signals of the main thread until its end."""
-    future: Future[T] = Future()
+def describe_main_thread() -> str:
+    """Return the named wait of the main thread, or its location."""
+    place = _waits[-1].place() if _waits else ""
+    return f"at {place}" if place else f"in {location(sys._current_frames()[threading.main_thread().ident or 0])}"
 
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="hpcai-wait", daemon=True)
-    thread.start()
-    wait_until(lambda seconds: wait([future], seconds).done, describe, threading.TIMEOUT_MAX)
-    return future.result()
+def location(frame: FrameType) -> str:
+    """Return the innermost function of a stack, and the innermost one of this project that called it."""
+    stack = traceback.extract_stack(frame)[::-1]
+    texts = [f"{f.name} ({'/'.join(Path(f.filename).parts[-3:])}:{f.lineno}: {f.line})" for f in stack]
+    foreign = ("site-packages", "dist-packages", os.path.dirname(threading.__file__))
+    ours = [text for f, text in zip(stack[1:], texts[1:]) if not any(place in f.filename for place in foreign)]
+    return ", called by ".join([texts[0], *ours[:1]])
+
+
+def _monitor() -> None:
+    wait: _Wait | None = None
+    while True:
+        number = stop.receive_signal(0.1 if wait and wait.signal else min(0.5, FIRST_REPORT / 4))
+        wait, now = next(iter(_waits[-1:]), None), time.monotonic()
+        if wait is None:
+            continue
+        if wait.signal and (stop.is_starting() or (wait.lost if wait.is_work else wait.reports)):
+            place, code = wait.place(), 130 if wait.signal == signal.SIGINT else stop.REQUEUE
+            text = f"{signal.Signals(wait.signal).name} ended the wait{place and f' at {place}'}"
+            callbacks[1](text, text, code)
+        wait.signal = wait.signal or number
+        if wait.beats != HEARTBEAT.beats:
+            wait.restart()
+        elif now - wait.start >= FIRST_REPORT + NEXT_REPORT * wait.reports:
+            wait.reports += 1
+            with suppress(RuntimeError, TimeoutError):  # the hub has ended
+                wait.lost = callbacks[0](now - wait.start)

@@ -31,13 +31,16 @@ import torch.distributed as torch_dist
 
 from hpcai.dist.host import format_ranges
 from hpcai.dist.step_boundary import StepBoundary
-from hpcai.dist.waiting import wait_until
+from hpcai.dist.waiting import callbacks, describe_main_thread, waiting_at
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError, escape_controls
+from hpcai.stop import REQUEUE, is_starting
 
 # Delays and timeouts in seconds
 _CAUSE_DELAY = 0.3  # a consequence on another rank ("connection closed by peer") may arrive before its cause
 _REFUSAL_DELAY = 2.0  # for all ranks to report an HpcaiError, which is printed once if it is the same on all
 _HUB_TIMEOUT = 8.0  # of a failing rank
+_SIGNAL_TIMEOUT = 0.4  # of a rank that is ended by a signal, within a second
+_ANSWER_TIMEOUT = 2.0  # of a rank that is asked where it is
 _FIRST_EXIT_DELAY = 0.5  # from the stop message until the first failing rank ends the job with its exit code
 _EXIT_DELAY = 2.0  # from that message until the other ranks exit, so that the launcher sees the cause first
 _HANDSHAKE_TIMEOUT = 60.0  # until a connection has sent the token
@@ -68,6 +71,7 @@ class Watchdog:
         self._rank, self._name = rank, f"rank {rank} on {socket.gethostname()}"
         self.store, self._abort = store, abort
         self._lock, self._answered, self._joined = threading.Lock(), threading.Event(), threading.Event()
+        self._hub_answered = threading.Event()
         self._failing = self._stopping = self._leaving = False
         self._stop: dict[str, Any] = {}
         self._boundaries: dict[int, StepBoundary] = {}
@@ -93,29 +97,39 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _active.remove(self)
-        if error is None or isinstance(error, SystemExit | GeneratorExit):
-            try:
-                self._leave(error.code if isinstance(error, SystemExit) else None)
-            except Exception as release_error:
-                self._fail(release_error)
-        else:
-            self._fail(error)
+        try:
+            if error is not None and not isinstance(error, SystemExit | GeneratorExit):
+                self._fail(error)
+            if isinstance(error, SystemExit) and error.code == REQUEUE and is_starting():
+                text = "a signal ended this job before training began"
+                self.report_and_exit(text, text, REQUEUE, at_once=True)
+            self._leave(error.code if isinstance(error, SystemExit) else None)
+        except Exception as release_error:
+            self._fail(release_error)
+        finally:
+            _active.remove(self)
 
     def wait_for_ranks(self, timeout: float) -> None:
-        """Wait until all ranks are connected to the hub; rank 0 reports the missing ones. Raises LaunchError after ``timeout``
-        seconds."""
-        if not wait_until(self._joined.wait, self.hub.describe_missing if self.hub is not None else None, timeout):
-            missing = self.hub.describe_missing() if self.hub is not None else "ranks, which rank 0 names"
-            raise LaunchError(f"waited {timeout:.0f} s for {missing}; start all ranks, or raise HPCAI_TIMEOUT")
+        """Wait until all ranks are connected to the hub. Raises LaunchError after ``timeout`` seconds."""
+        missing = self.hub.describe_missing if self.hub is not None else lambda: "ranks, which rank 0 names"
+        with waiting_at(lambda: f"the rendezvous with {missing()}"):
+            if not self._joined.wait(timeout):
+                raise LaunchError(f"waited {timeout:.0f} s for {missing()}; start all ranks, or raise HPCAI_TIMEOUT")
+
+    def hub_answers(self) -> bool:
+        """Return whether rank 0 answers within two seconds."""
+        self._hub_answered.clear()
+        self._send(ping=True)
+        return self._hub_answered.wait(_ANSWER_TIMEOUT)
 
     def _leave(self, code: Any) -> None:
-        _destroy_process_groups()
-        self._leaving = True
-        self._send(left=code if isinstance(code, int) else int(bool(code)))
-        while self._hub is not None and self._hub.is_alive():
-            self._hub.join(0.5)
-        self._disconnect()
+        with waiting_at("the end", is_work=True):
+            _destroy_process_groups()
+            self._leaving = True
+            self._send(left=code if isinstance(code, int) else int(bool(code)))
+            while self._failing or (self._hub is not None and self._hub.is_alive()):  # failing: a signal ends this process
+                time.sleep(0.02)
+            self._disconnect()
 
     def _fail(self, error: BaseException) -> NoReturn:
         refused = isinstance(error, HpcaiError)
@@ -125,17 +139,21 @@ class Watchdog:
         if not refused and code != 130:
             trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without start() itself
             report = "".join(traceback.format_exception(type(error), error, trace))
-        self.report_and_exit(text, report, code, refused)
+        self.report_and_exit(text, report, code, refused, at_once=code == 130 and is_starting())
 
-    def report_and_exit(self, text: str, report: str, code: int = 1, refused: bool = False) -> NoReturn:
-        """Report a failure to the hub, and exit according to its answer. ``report`` is printed once, and all ranks get ``text``."""
+    def report_and_exit(
+        self, text: str, report: str, code: int = 1, refused: bool = False, at_once: bool = False,
+    ) -> NoReturn:  # fmt: skip
+        """Report a failure to the hub, and exit according to its answer. ``report`` is printed once, and all ranks get ``text``.
+        ``at_once``: A signal ends the job; no rank waits for the reports of others."""
         text, report = text[:_MAX_REASON], report[-_MAX_MESSAGE // 8 :]  # JSON has up to six bytes for a character
         with self._lock:
             self._failing = not self._stopping
         if self._stopping:
             time.sleep(2 * _EXIT_DELAY)  # this failure is a consequence: _on_stop ends this process meanwhile
-        self._send(failed=text, report=report, code=code, refused=refused)
-        self._answered.wait(_HUB_TIMEOUT)
+        timeout = _SIGNAL_TIMEOUT if at_once else _HUB_TIMEOUT
+        self._send(failed=text, report=report, code=code, refused=refused, at_once=at_once)
+        self._answered.wait(timeout)
         if self._stop.get("on_all"):
             self._disconnect()
             with suppress(RuntimeError):  # of a failed device; the cause is printed already
@@ -146,7 +164,7 @@ class Watchdog:
             report_failure(_format_failure(self._name, report))
         elif self._stop["text"] != text:
             report_failure(f"{self._name} failed as well: {text}")
-        time.sleep(_FIRST_EXIT_DELAY if first else _EXIT_DELAY)
+        time.sleep(min(timeout, _FIRST_EXIT_DELAY if first else _EXIT_DELAY))
         _flush()
         self._abort(code)
         exit_now(code)
@@ -166,6 +184,8 @@ class Watchdog:
         for message in _read_messages(self._connection):
             if "joined" in message:
                 self._joined.set()
+            elif "pong" in message:
+                self._hub_answered.set()
             elif "query" in message:
                 self._send(status=_status[-1]())
             elif "hold" in message:
@@ -303,7 +323,10 @@ class _Hub:
     def _process(self, member: _Member, message: dict[str, Any]) -> None:
         if "failed" in message:
             report = _format_failure(member.name, message["report"])
-            self._record_failure(_Failure(member, message["failed"], report, message["code"] or 1, message["refused"]))
+            code, at_once = message["code"] or 1, message.get("at_once", False)
+            self._record_failure(_Failure(member, message["failed"], report, code, message["refused"], dead=at_once))
+        elif "ping" in message:
+            member.send(pong=True)
         elif "status" in message:
             member.status = message["status"]
         elif "request" in message and message["boundary"] not in self._stop_requests:
@@ -314,9 +337,6 @@ class _Hub:
             self._stop_requests[message["boundary"]].steps[member.rank] = message["steps"]
         elif "left" in message:
             member.exit_code = message["left"]
-            if member.exit_code and len(self._members) < self._world:  # by a signal: the job cannot start any more
-                text = f"it ended while waiting for {self.describe_missing()}"
-                self._record_failure(_Failure(member, text, f"{member.name}: {text}", member.exit_code, dead=True))
         self._announce_stop()
         if sum(member.exit_code is not None for member in self._members.values()) == self._world:
             self._done.set()
@@ -331,7 +351,7 @@ class _Hub:
                     member.send(boundary=number, stop_at=max(request.steps.values(), default=0) + 1, reason=request.reason)
 
     async def query_status(self, timeout: float) -> "dict[int, RankStatus]":
-        members = list(self._members.values())
+        members = [member for member in self._members.values() if member.exit_code is None]
         for member in members:
             member.status = None
             member.send(query=True)
@@ -385,7 +405,7 @@ class RankStatus(NamedTuple):
     status: str | None
 
 
-_status: list[Callable[[], str]] = [lambda: ""]
+_status: list[Callable[[], str]] = [describe_main_thread]
 
 
 def set_status(function: Callable[[], str]) -> None:
@@ -405,18 +425,41 @@ def query_status(timeout: float) -> dict[int, RankStatus]:
     return {}
 
 
+def report_wait(seconds: float) -> bool:
+    """Report a wait of the main thread: rank 0 the places of all ranks, others if it does not answer. Return whether a rank does
+    not answer."""
+    places: dict[str, list[int]] = {}
+    for rank, status in query_status(_ANSWER_TIMEOUT).items():
+        places.setdefault(status.status or _NO_ANSWER, []).append(rank)
+    if not places:
+        if _active and _active[0].hub_answers():
+            return False
+        places = {describe_main_thread(): []} | ({_NO_ANSWER: [0]} if _active else {})
+    if _NO_ANSWER in places or is_starting() or any(place.startswith("at ") for place in places):
+        groups = sorted(places.items(), key=lambda group: (group[0] != _NO_ANSWER, len(group[1])))
+        texts = (f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)} {place}" if ranks else place for place, ranks in groups)
+        report_failure(f"waiting since {seconds:.0f} s: {'; '.join(texts)}")
+    return _NO_ANSWER in places
+
+
+_NO_ANSWER = "does not answer (is it stopped, or in a long call of C++?)"
+
+
 def report_failure(text: str) -> None:
     """Write whole lines to stderr at once, from any thread, without Python's buffers and locks; control characters are escaped."""
     with suppress(OSError):  # stderr may be closed
         os.write(2, (escape_controls(text.rstrip("\n")) + "\n").encode(errors="replace"))
 
 
-def abort_job(text: str, report: str) -> NoReturn:
-    """End all ranks with exit code 1, from any thread, while the main thread is stuck."""
+def abort_job(text: str, report: str, code: int = 1) -> NoReturn:
+    """End all ranks with an exit code, from any thread, while the main thread is stuck."""
     for watchdog in _active:
-        watchdog.report_and_exit(text, report)
+        watchdog.report_and_exit(text, report, code, at_once=code != 1)
     report_failure(f"error: {report}")
-    exit_now(1)
+    exit_now(code)
+
+
+callbacks[:] = report_wait, abort_job
 
 
 def run_with_timeout(seconds: float, function: Callable[[], object]) -> None:

@@ -26,6 +26,7 @@ from hpcai.config import Settings
 from hpcai.dist.collectives import all_reduce_, broadcast_from_first, broadcast_object, gather_distinct, gather_to_first
 from hpcai.dist.host import gc_disabled
 from hpcai.dist.mesh import Axis, Mesh
+from hpcai.dist.waiting import waiting_at
 from hpcai.durable import fsync
 from hpcai.errors import CheckpointError
 from hpcai.nn.weights import PretrainedMixin
@@ -158,14 +159,15 @@ class Checkpoints:
     def wait(self) -> SavedCheckpoint | CheckpointError:
         """Wait for the pending save. Return its outcome, the same on all ranks."""
         assert self._future is not None
-        local, self._future = self._future.result(), None
-        text = broadcast_object(str(local) if isinstance(local, CheckpointError) else "", self.mesh.peers)
+        with waiting_at("the save of a checkpoint", is_work=True):
+            local, self._future = self._future.result(), None
+            text = broadcast_object(str(local) if isinstance(local, CheckpointError) else "", self.mesh.peers)
         return local if str(local) == text or not text else CheckpointError(text)
 
     def wait_local(self) -> None:
         """Wait until this rank has written its boxes, at the end of a run that failed."""
         if self._future is not None:
-            with suppress(TimeoutError):
+            with suppress(TimeoutError), waiting_at("the save of a checkpoint", is_work=True):
                 self._future.exception(_WAIT_TIMEOUT)
 
     def _frozen_files(self, step: Step) -> tuple[dict[str, str], dict[str, str]]:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from hpcai.dist.collectives import all_reduce_min, broadcast_object, gather_distinct, gather_rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
+from hpcai.dist.waiting import HEARTBEAT, waiting_at
 from hpcai.errors import ConfigError
 from hpcai.settings import AXES
 from hpcai.train.background import submit
-from hpcai.train.flight_recorder import HEARTBEAT, pause_watchdog
+from hpcai.train.flight_recorder import pause_watchdog
 from hpcai.train.metrics import MetricSums, Total, Value
 from hpcai.train.step import SingleStage, Step, samples_in
 
@@ -182,7 +183,8 @@ class BackgroundEvaluation(InlineEvaluation):
 
     def _take(self, count: int) -> list[Evaluation]:
         taken, self._futures = self._futures[:count], self._futures[count:]
-        return [Evaluation(position, *future.result()) for position, future in taken]
+        with waiting_at("an evaluation", is_work=True):
+            return [Evaluation(position, *future.result()) for position, future in taken]
 
 
 class TrainingRanksEvaluation(BackgroundEvaluation):
@@ -230,7 +232,7 @@ class DedicatedRanksEvaluation(BackgroundEvaluation):
 
     def _take(self, count: int) -> list[Evaluation]:
         taken, self._futures = self._futures[:count], self._futures[count:]
-        with pause_watchdog():
+        with pause_watchdog(), waiting_at("an evaluation", is_work=True):
             local = [future.result() for _, future in taken]
         results = broadcast_object(local, self.step.mesh.peers) if taken else []  # only the first replica has results
         return [Evaluation(position, *result) for (position, _), result in zip(taken, results)]

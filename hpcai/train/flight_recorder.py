@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from hpcai import __version__, log
 from hpcai.dist import watchdog
 from hpcai.dist.host import format_ranges
 from hpcai.dist.mesh import Mesh
+from hpcai.dist.waiting import HEARTBEAT, location
 from hpcai.errors import DataError, DivergedError
 from hpcai.train import rng
 
@@ -41,16 +41,6 @@ FIRST_STEP_FACTOR = 4  # the first step after a start compiles, and has so many 
 _CHECKS = 10  # checks of the heartbeat per timeout
 _MAX_RECORDS, _MAX_EVENTS = 200, 100
 _WRITE_TIMEOUT = 10.0  # seconds for the file system, after which the failure is handled without a bundle
-
-
-class _Heartbeat:
-    """Counts of finished steps and batches of evaluations. It is global, since a process has one run at a time."""
-
-    beats = 0
-    pauses = 0  # above 0 while this rank waits for ranks with watchdogs of their own
-
-
-HEARTBEAT = _Heartbeat()
 
 
 @contextmanager
@@ -251,17 +241,8 @@ def _stacks() -> list[dict[str, Any]]:
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
-    return [{"thread": names.get(ident, str(ident)), "where": _location(frame), "stack": traceback.format_stack(frame)}
+    return [{"thread": names.get(ident, str(ident)), "where": location(frame), "stack": traceback.format_stack(frame)}
             for ident, frame in frames]  # fmt: skip
-
-
-def _location(frame: FrameType) -> str:
-    """Return the innermost function of a stack, and the innermost one of this project that called it."""
-    stack = traceback.extract_stack(frame)[::-1]
-    texts = [f"{f.name} ({'/'.join(Path(f.filename).parts[-3:])}:{f.lineno}: {f.line})" for f in stack]
-    foreign = ("site-packages", "dist-packages", os.path.dirname(threading.__file__))
-    ours = [text for f, text in zip(stack[1:], texts[1:]) if not any(place in f.filename for place in foreign)]
-    return ", called by ".join([texts[0], *ours[:1]])
 
 
 def _error(error: BaseException | None, reason: str) -> dict[str, str] | None:

@@ -16,6 +16,7 @@ from hpcai.dist.collectives import all_gather_numbers, all_reduce_, gather_disti
 from hpcai.dist.energy import RaplCounters
 from hpcai.dist.host import GpuCounters, ManualGC, check_power_cap, warm_up_collectives
 from hpcai.dist.mesh import Mesh
+from hpcai.dist.waiting import HEARTBEAT, waiting_at
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import TrainConfig
@@ -23,7 +24,6 @@ from hpcai.stop import defer_interrupts
 from hpcai.train.checkpoint import VERSIONS, SavedCheckpoint
 from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.evaluation import Evaluation, Metric, Position, SampleCache, choose_evaluation, serve_evaluations
-from hpcai.train.flight_recorder import HEARTBEAT
 from hpcai.train.metrics import MetricSums, Value, means
 from hpcai.train.profile import Profile
 from hpcai.train.run import Report, Result, Run
@@ -130,7 +130,7 @@ class _Training:
         if self.checkpoints:
             self.checkpoints.data = getattr(self.data, "identity", "")
             self.checkpoints.data_changes = getattr(self.data, "changes_since", lambda seconds: "")
-        with startup.during("checkpoint"):
+        with startup.during("checkpoint"), waiting_at("the checkpoint to resume from"):
             resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
         self.progress = self.result.progress = resumed or self.progress
         self._reported = self._saved = self._replicas_checked = self.progress.step
@@ -139,7 +139,7 @@ class _Training:
         self.step.model.train()
         ended = self.progress.ended
         done = ended == "target" or (ended == "finished" and self.progress.step >= self.steps)
-        with startup.during("connections"):
+        with startup.during("connections"), waiting_at("the first collective"):
             warm_up_collectives(self.mesh)
         folder = self.run.directory
         with (

@@ -36,7 +36,7 @@ with dist.start(sizes) as mesh:
         "launcher": info.launcher, "rank": mesh.rank, "world": mesh.world, "local_rank": info.local_rank,
         "local_world": info.local_world, "total": total.item(), "along": along, "mpi": "mpi4py.MPI" in sys.modules,
     }  # fmt: skip
-threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+threads = [thread.name for thread in threading.enumerate() if thread.name not in ("MainThread", "hpcai-waits")]
 os.write(1, (json.dumps(result | {"threads": threads, "group": torch_dist.is_initialized()}) + "\n").encode())
 with dist.start(sizes) as mesh:  # a second start in the same processes, with new groups
     for axis in (mesh["replicate"], mesh["depth"], mesh.peers):
