@@ -276,7 +276,7 @@ class Loader(AbstractContextManager["Loader"]):
         if active.pending_batch is None:
             self._submit_next(active)
         while active.pending_batch is not None:
-            with waiting_at(f"a batch of {self.name}"):
+            with waiting_at(f"a batch of {self.name}", is_work=True):
                 (number, tasks), prepared = active.pending_batch.result()
             # The next batch is collated during the computation of this one.
             self._submit_next(active)

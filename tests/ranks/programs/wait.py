@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcai import config, dist
+from hpcai import config, dist, stop
 from hpcai.data.loader import Loader
 from hpcai.data.stage import stage_in
 from hpcai.data.stage.copy import RingCopy
@@ -46,8 +46,8 @@ class Source:
         return 8
 
     def sample(self, index: int, epoch: int) -> np.ndarray:
-        if place == "batch" and rank == late_rank:
-            time.sleep(99)
+        if place == "batch" and rank == late_rank and epoch == 0:
+            time.sleep(3)
         return np.ones(3, np.float32)
 
     def describe(self, index: int) -> str:
@@ -75,8 +75,9 @@ def main(settings: config.Settings) -> None:
         step, run = Step(nn.Linear(3, 1), loss, StepConfig(), mesh), Run("", None, mesh)
         run.checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(), mesh)
         loader = Loader(Source(), 4, mesh, name="train")
-        cfg = TrainConfig(steps=1 if place == "save" else 3, hang_after=None)
-        loop.fit(step, loader, cfg, validation=[torch.ones(1, 3)], evaluate=loss, run=run)
+        cfg = TrainConfig(steps={"save": 1, "batch": 999}.get(place, 3), hang_after=None)
+        result = loop.fit(step, loader, cfg, validation=[torch.ones(1, 3)], evaluate=loss, run=run)
+    sys.exit(stop.REQUEUE if result.reason == "signal" else 0)
 
 
 sys.argv[1:] = []
