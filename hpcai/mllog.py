@@ -119,10 +119,6 @@ def _activation_precision(setting: Lookup) -> str:
     return "bfloat16" if setting("step.precision").startswith("bf16") else str(setting("step.precision"))
 
 
-def _linear_precision(setting: Lookup) -> str:
-    return "fp8" if setting("step.matmul") == "fp8" else _activation_precision(setting)
-
-
 def _communication_precision(setting: Lookup) -> str:
     """Return the precision of communicated activations or gradients."""
     return _activation_precision(setting) if _model_ranks(setting) > 1 or setting("step.precision") == "bf16-params" else "fp32"
@@ -140,7 +136,8 @@ def _micro_batch(setting: Lookup) -> int:
 
 # Required by Training 6.1 for every run.
 DISCLOSED = (
-    Entry("lowest_numerical_precision_in_linear", _linear_precision),
+    Entry("lowest_numerical_precision_in_linear",
+          lambda setting: "fp8" if setting("step.matmul") == "fp8" else _activation_precision(setting)),
     Entry("lowest_numerical_precision_in_attn", _activation_precision),
     Entry("lowest_numerical_precision_in_comm", _communication_precision),
     *(Entry(f"{axis}_parallelism", f"mesh.{axis}", 1) for axis in ("tensor", "pipeline", "context")),

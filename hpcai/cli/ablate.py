@@ -222,12 +222,9 @@ def print_tables(result: dict[str, Any]) -> None:
                 continue
             cells = [f"{row['peak_bytes'] / 1e6:,.0f}"] if on_gpu else []
             differences = ["" if (value := row[f"{key}_difference"]) is None else f"{value:.0e}" for key in ("loss", "gradient")]
-            values = f"{row['seconds']:.4g}", _format_factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}"
+            factor = "" if row["factor"] is None else "{median:.2f} ({low:.2f} to {high:.2f})".format(**row["factor"])
+            values = f"{row['seconds']:.4g}", factor, *cells, f"{row['samples_per_second']:.4g}"
             rows.append([name, *values, *differences])
     heads = "", "s a step", "times", *(["peak MB"] if on_gpu else []), "samples/s", "loss", "gradient"
     print(*tables.lines(rows, heads), sep="\n")
     print("+ added to those above, speedup over plain; - left out alone, slowdown relative to all")
-
-
-def _format_factor(factor: dict[str, float] | None) -> str:
-    return "" if factor is None else "{median:.2f} ({low:.2f} to {high:.2f})".format(**factor)

@@ -17,6 +17,7 @@ import numpy as np
 
 from hpcai.data.direct import Reader
 from hpcai.errors import DataError, HpcaiError
+from hpcai.json_file import open_regular
 
 MAX_GAP = 16 << 10
 """Bytes. Across smaller gaps one read is faster than two."""
@@ -191,7 +192,7 @@ def npy_layout(path: str | Path) -> Layout:
     path = Path(path)
     size = _file_size(path)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             shape, fortran, dtype, offset = read_npy_header(file, path)
     except OSError as problem:
         raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem

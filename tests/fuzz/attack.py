@@ -17,22 +17,25 @@ from typing import Any
 import numpy as np
 
 from hpcai.errors import HpcaiError
-from tests.fuzz.mutations import damage
+from tests.fuzz.mutations import damage, displace, remove_any
 
 SEED, SECONDS, GIB = 20261123, 5.0, 1 << 30     # CPU seconds; wall time may be twelve times as long
+DISPLACED = 20  # one file in so many is replaced by a FIFO, a folder or a link
 GOOD = ("read", "refused")
 
 
 @dataclass(frozen=True)
 class Reader:
     """A reader. ``make(folder)`` writes a valid input and returns the file to damage, and ``read`` reads it. ``seal`` recomputes
-    checksums, for half of the damaged files. An error must have the name of the file, or one of ``names``."""
+    checksums, for half of the damaged files. An error must have the name of the file, or one of ``names``. ``listed``: the file was
+    listed as a regular one, so nothing else is put in its place."""
 
     name: str
     make: Callable[[Path], Path]
     read: Callable[[Path], object]
     seal: Callable[[bytes], bytes] | None = None
     names: tuple[str, ...] = ()
+    listed: bool = False
 
 
 @dataclass
@@ -62,6 +65,7 @@ def attack(reader: Reader, folder: Path, numbers: range) -> Outcome:
             outcome.add("crash", next_number, "the process ended")
             next_number += 1
         numbers = range(next_number, numbers.stop)
+    remove_any(path)
     path.write_bytes(content)
     reader.read(path)
     return outcome
@@ -99,7 +103,10 @@ def _read_damaged(reader: Reader, path: Path, content: bytes, numbers: range, pi
         if reader.seal is not None and rng.integers(2):
             with suppress(Exception):  # too damaged to hold a checksum
                 data = reader.seal(data)
+        remove_any(path)
         path.write_bytes(data)
+        if not (reader.listed or rng.integers(DISPLACED)):
+            displace(path, rng)
         pipe.send((number, *_read_once(reader, path)))
 
 

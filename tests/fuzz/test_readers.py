@@ -11,6 +11,7 @@ FEW, MANY = 40, 10_000
 
 
 def find_failures(reader: Reader, folder: Path, count: int) -> str:
+    (folder := folder / "folder").mkdir()
     outcome = attack(reader, folder, range(count))
     print(f"| {reader.name} | {count} | {outcome.counts['read']} | {outcome.counts['refused']} |")
     assert outcome.counts.total() == count

@@ -150,7 +150,8 @@ class StepBenchmark:
             def run(i: int) -> Any:
                 return step(batches[i % len(batches)], lr)
 
-            loss = float(_mean_loss(run(0)["loss"]))
+            first = run(0)["loss"]  # the mean, or a pair (sum, count)
+            loss = float(first[0] / first[1] if isinstance(first, tuple) else first)
             for i in range(1, WARMUP * variants if self.on_gpu else variants):
                 run(i)
             synchronize()
@@ -248,11 +249,6 @@ class StepBenchmark:
         except Exception as error:  # any: the results without files are still valid
             return {"loader": f"failed: {clocks.describe_error(error)}"}
         return {"loader_samples_s": round(batch / s, 3), "loader_lost_percent": round(100 * (1 - resident_s / s), 2)}
-
-
-def _mean_loss(value: Any) -> Any:
-    """Return the mean of a loss that may be a pair (sum, count)."""
-    return value[0] / value[1] if isinstance(value, tuple) else value
 
 
 @contextmanager

@@ -399,10 +399,6 @@ def _from_dit(config: Mapping[str, Any], path: Path) -> DiTConfig:
     return DiTConfig(**cfg | {"outputs": cfg["outputs"] or cfg["inputs"]})
 
 
-def _from_transformer_2d(config: Mapping[str, Any], path: Path) -> DiTConfig:
-    return _from_dit({**_LEGACY_DEFAULTS, **config}, path)
-
-
 def _from_flux(config: Mapping[str, Any], path: Path) -> FluxConfig:
     inputs = config.get("in_channels", 64)
     outputs = inputs if config.get("out_channels") == inputs else None
@@ -424,7 +420,8 @@ DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
     "UNet2DModel": DiffusersClass(UNet, _from_unet_2d, _to_unet_2d, dict),
     "AutoencoderKL": DiffusersClass(VAE, _from_vae, _to_vae, _update_names),
     "DiTTransformer2DModel": DiffusersClass(DiT, _from_dit, _to_dit, dict),
-    "Transformer2DModel": DiffusersClass(DiT, _from_transformer_2d, lambda cfg: None, dict),  # DiT in older files
+    "Transformer2DModel": DiffusersClass(  # DiT in older files
+        DiT, lambda config, path: _from_dit({**_LEGACY_DEFAULTS, **config}, path), lambda cfg: None, dict),
     "FluxTransformer2DModel": DiffusersClass(Flux, _from_flux, _to_flux, dict),
 }
 

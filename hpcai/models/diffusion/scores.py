@@ -67,11 +67,7 @@ def rank_sums(members: Tensor, observed: Tensor) -> ScoreSums:
     below, equal = ((x < y).sum(0).flatten(), (x == y).sum(0).flatten())
     ranks = torch.arange(len(x) + 1, device=x.device)[:, None]
     weights = ((ranks >= below) & (ranks <= below + equal)).to(x.dtype) / (equal + 1)
-    return (weights.sum(1),), _finish_ranks
-
-
-def _finish_ranks(counts: Tensor) -> dict[str, float]:
-    return {f"rank_{k}": value for k, value in enumerate((counts / counts.sum()).tolist())}
+    return (weights.sum(1),), lambda counts: {f"rank_{k}": value for k, value in enumerate((counts / counts.sum()).tolist())}
 
 
 def _check_pair(members: Tensor, observed: Tensor, least: int) -> tuple[Tensor, Tensor]:
