@@ -20,7 +20,6 @@ from hpcai.errors import HpcaiError
 from tests.fuzz.mutations import damage, displace, remove_any
 
 SEED, SECONDS, GIB = 20261123, 5.0, 1 << 30     # CPU seconds; wall time may be twelve times as long
-DISPLACED = 20  # one file in so many is replaced by a FIFO, a folder or a link
 GOOD = ("read", "refused")
 
 
@@ -52,7 +51,7 @@ class Outcome:
 
 
 def attack(reader: Reader, folder: Path, numbers: range) -> Outcome:
-    """Read the damaged files ``numbers``. Failures are an error without the file's name (unnamed) or of another family (bare),
+    """Read the damaged files ``numbers``; at every tenth, something else is in the place of the file. Failures are an error without the file's name (unnamed) or of another family (bare),
     more than 5 CPU seconds (slow) or 1 GiB (memory), and the end of the process (crash)."""
     path = reader.make(folder)
     content, outcome, numbers = path.read_bytes(), Outcome(), range(numbers.start, numbers.stop)
@@ -105,8 +104,8 @@ def _read_damaged(reader: Reader, path: Path, content: bytes, numbers: range, pi
                 data = reader.seal(data)
         remove_any(path)
         path.write_bytes(data)
-        if not (reader.listed or rng.integers(DISPLACED)):
-            displace(path, rng)
+        if not (reader.listed or number % 10):
+            displace(path, number // 10 % 4)
         pipe.send((number, *_read_once(reader, path)))
 
 

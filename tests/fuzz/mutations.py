@@ -132,15 +132,10 @@ def _replace_node(content: Any, new: bytes, rng: np.random.Generator) -> bytes:
 MUTATIONS = (flip, overwrite, truncate, remove, insert, splice, replace_integer, replace_number, change_line, *3 * [replace_value])
 
 
-def displace(path: Path, rng: np.random.Generator) -> None:
+def displace(path: Path, kind: int) -> None:
     """Put something else in the place of a file: a FIFO, a folder, a link to nothing, or a link to the file in another folder."""
-    kind = rng.integers(4)
-    if kind == 3:
-        shutil.move(path, path.parent.with_name("elsewhere"))
-        path.symlink_to(path.parent.with_name("elsewhere"))
-        return
-    path.unlink()
-    (os.mkfifo, os.mkdir, lambda path: path.symlink_to("nothing"))[kind](path)
+    elsewhere = path.rename(path.parent.with_name("elsewhere"))
+    (os.mkfifo, os.mkdir, lambda path: path.symlink_to("nothing"), lambda path: path.symlink_to(elsewhere))[kind](path)
 
 
 def remove_any(path: Path) -> None:

@@ -38,6 +38,7 @@ from tests import proteins
 from tests.data_prep.test_trajectories import load_relaxation, write_aselmdb
 from tests.fuzz.attack import Reader
 from tests.reference_data import DATA
+from tests.unit.cli.test_report import events
 from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
 
 ROOT = DATA.parents[1]
@@ -337,18 +338,9 @@ def read_captioned(path: Path) -> None:
 
 
 def write_metrics(folder: Path) -> Path:
-    events: list[dict[str, Any]] = [
-        {"kind": "start", "time": 0.5, "name": "cosmoflow", "world": 2, "parameters": 9, "steps": 8, "epochs": 2, "device": "cpu",
-         "steps_per_epoch": 4, "train_samples": 8, "validation_samples": 4, "global_batch": 2, "versions": {"torch": "2"}},
-        *({"kind": "train", "time": 1.0, "step": n, "loss": 1.0 / n, "values": [n, "NaN"], "epoch": n / 4, "lr": 0.1,
-           "seconds": 2.0 * n, "samples": 2 * n, "samples_per_second": 3.5} for n in range(1, 9)),
-        {"kind": "evaluate", "time": 2.0, "step": 4, "loss": 0.2, "mae": 0.5, "seconds": 0.2},
-        {"kind": "checkpoint", "time": 2.0, "step": 4, "bytes": 99, "seconds": 0.1, "path": "step-4"},
-        {"kind": "energy", "time": 3.0, "joules": 5.0, "samples": 16, "seconds": 3.0, "gpu_limits_w": [300, 300]},
-        {"kind": "note", "time": 2.5, "step": 5, "text": "a note"}, {"kind": "startup", "time": 0.6, "parts": {"imports": 1.5}},
-        {"kind": "stop", "time": 3.0, "step": 8, "reason": "finished", "seconds": 16.0, "samples": 16, "target_reached": False},
-    ]  # fmt: skip
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    energy = {"kind": "energy", "time": 2e9, "joules": 5.0, "samples": 16, "seconds": 3.0, "gpu_limits_w": [300, 300]}
+    startup = {"kind": "startup", "time": 2e9, "parts": {"imports": 1.5}}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (*events(80), energy, startup)))
     return folder / "metrics.jsonl"
 
 

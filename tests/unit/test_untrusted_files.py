@@ -19,7 +19,7 @@ from hpcai.json_file import MAX_BYTES, read_object
 from hpcai.models.diffusion import DiffusionConfig, UNetConfig, read_folder
 from hpcai.models.diffusion import save_folder as save_network
 from hpcai.models.diffusion.unet import UNet
-from hpcai.models.llm import LLM, LLMConfig, Tokenizer, chats, save_folder
+from hpcai.models.llm import LLM, LLMConfig, chats, save_folder
 from hpcai.models.llm.lora import read_adapter_config
 from hpcai.models.llm.text import stop_tokens
 from hpcai.nn.safetensors_files import open_tensors
@@ -74,19 +74,6 @@ def test_settings_in_a_safetensors_file_of_another_structure_are_refused(tmp_pat
     text = json.dumps({"model": "diffusion", "settings": {"unet": {"blocks": 10**9}}})  # in a section
     save_file({"x": torch.zeros(1)}, path, metadata={"hpcai": text})
     refusal(lambda path: load_state(path, "diffusion", DiffusionConfig), path, "channels is (320", "the weights have 1 tensors")
-
-
-def test_a_fifo_in_place_of_a_file_is_refused_without_waiting(llama: Path, tmp_path: Path) -> None:
-    for name, read in {"config.json": LLM.load, "model.safetensors": LLM.load, "tokenizer.json": Tokenizer.load}.items():
-        (llama / name).unlink(missing_ok=True)
-        os.mkfifo(llama / name)
-        refusal(read, llama, name, "regular file")
-        (llama / name).unlink()
-        save_folder(LLM(SMALL).state_dict(), SMALL, llama)
-    os.mkfifo(tmp_path / "a.png")
-    (shard,) = captioned.find_shards(tmp_path)
-    entries = captioned.list_samples(shard)["entries"]
-    refusal(lambda shard: list(captioned.read_samples(shard, entries)), shard, "a.png", "regular file")
 
 
 def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:

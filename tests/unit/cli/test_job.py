@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpcai import cli, log
-from hpcai.cli import script
+from hpcai.cli import job, script
 from hpcai.cli.job import main, parse_time
 from hpcai.errors import ConfigError
 from tests import shellcheck
@@ -88,6 +89,8 @@ def test_options_override_the_site_and_the_template(tmp_path: Path, capsys: pyte
         head
     )
     assert {"--time=01:00:00", "--account=project", f"--output={tmp_path}/run/job-%j.out", "--hint=nomultithread"} <= set(head)
+    short = write_script(capsys, *small_args(tmp_path / "run"), "--site", "generic", "--nodes", "1", "--time", "8", "--chain", "2")
+    assert "--signal=USR1@120\n" in short and "HPCAI_REQUEUE=0\n" in short and "HPCAI_REQUEUE=1\n" in text
     assert "--qos=somewhere" in write_script(capsys, *small_args(tmp_path / "run"), "--site", "perlmutter", "--nodes", "1", *FULL)
     pbs = write_script(capsys, *small_args(tmp_path / "run"), "--site", "polaris", "--nodes", "3", *FULL)
     assert {"-l select=3:system=polaris", "-l walltime=01:00:00", "-l filesystems=home:eagle", "-A project", "-q somewhere"} <= {
@@ -212,9 +215,10 @@ def test_the_page_names_every_site_and_its_commands_write_scripts(
         write_script(capsys, *args, *([] if "generic" in args else FULL))
 
 
-def test_an_array_gives_each_run_overrides_and_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_array_gives_each_run_overrides_and_a_directory(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """A setting may be named by the last part of its key, if that is unique."""
     args = small_args(tmp_path / "run", "--nodes", "1", "--array", "seed=1-2")
+    monkeypatch.setattr(job, "_MAX_TASKS", 4)
     text = write_script(capsys, *args, "--site", "generic", "--array", "step.betas=[0.9,0.99],[0.8,0.9]")
     assert "--array=0-3\n" in text
     (train, *_) = run_script(text, tmp_path, SLURM_ARRAY_TASK_ID="2")
