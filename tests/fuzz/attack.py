@@ -51,8 +51,9 @@ class Outcome:
 
 
 def attack(reader: Reader, folder: Path, numbers: range) -> Outcome:
-    """Read the damaged files ``numbers``; at every tenth, something else is in the place of the file. Failures are an error without the file's name (unnamed) or of another family (bare),
-    more than 5 CPU seconds (slow) or 1 GiB (memory), and the end of the process (crash)."""
+    """Read the damaged files ``numbers``; at every tenth, something else is in the place of the file. Failures are an error without
+    the file's name (unnamed) or of another family (bare), more than 5 CPU seconds (slow) or 1 GiB (memory), and the end of the
+    process (crash)."""
     path = reader.make(folder)
     content, outcome, numbers = path.read_bytes(), Outcome(), range(numbers.start, numbers.stop)
     while numbers:

@@ -6,9 +6,8 @@ import io
 import json
 import shutil
 import struct
-import tarfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -52,21 +51,13 @@ def write_bytes(name: str, data: bytes) -> Callable[[Path], Path]:
     return make
 
 
-def exhaust(items: Iterable[Any]) -> list[Any]:
-    return list(items)
-
-
 # ---- proteins
 
 
-def write_chain(name: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        chain = proteins.pdb_chain("3u8v_A")
-        part = slice(10, 30)
-        write_structure(folder / name, chain.aatype[part], chain.positions[part], chain.mask[part], chain.bfactors[part])
-        return folder / name
-
-    return make
+def write_chain(folder: Path) -> Path:
+    chain, part, path = proteins.pdb_chain("3u8v_A"), slice(10, 30), folder / "chain.cif"
+    write_structure(path, chain.aatype[part], chain.positions[part], chain.mask[part], chain.bfactors[part])
+    return path
 
 
 # ---- weights
@@ -227,17 +218,13 @@ def read_documents(path: Path) -> None:
     units, _, _ = documents.file_size(path)
     for _, document in documents.read_documents(documents.Piece(path, path.name, 0, units), ["text"]):
         if not isinstance(document, dict | str | documents.Unusable):
-            exhaust(document)
+            list(document)
 
 
 def compress_zst(data: bytes) -> bytes:
     import zstandard
 
     return zstandard.ZstdCompressor(write_checksum=True).compress(data)
-
-
-def copy_tokenizer(file: str) -> Callable[[Path], Path]:
-    return lambda folder: shutil.copytree(DATA / "llm" / "tokenizer", folder, dirs_exist_ok=True) / file
 
 
 def use_tokenizer(path: Path) -> None:
@@ -250,20 +237,16 @@ def use_tokenizer(path: Path) -> None:
 # ---- folders of models
 
 
-def copy_model(folder: str, file: str) -> Callable[[Path], Path]:
-    return lambda path: shutil.copytree(DATA / folder, path, dirs_exist_ok=True) / file
+def copy_file(path: str) -> Callable[[Path], Path]:
+    """Return a function that copies the folder of a file of tests/data."""
+    return lambda folder: shutil.copytree((DATA / path).parent, folder, dirs_exist_ok=True) / Path(path).name
 
 
 def write_template(folder: Path) -> Path:
-    config = json.loads((copy_tokenizer("tokenizer_config.json")(folder)).read_text())
+    config = json.loads(copy_file("llm/tokenizer/tokenizer_config.json")(folder).read_text())
     loop = "{% for n in range(3) %}{{ n * 2 }}{{ 'ab' * 3 }}{{ '%5d' % n }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(config.pop("chat_template") + loop)
     return folder / "chat_template.jinja"
-
-
-def write_generation_config(folder: Path) -> Path:
-    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 5], "top_p": 0.9}))
-    return folder / "generation_config.json"
 
 
 @cache
@@ -277,23 +260,16 @@ def read_stop_tokens(path: Path) -> None:
     stop_tokens(model)
 
 
-def load_adapter(path: Path) -> None:
-    lora.load_adapter(copy.deepcopy(base_model()), path.parent)
-
-
 # ---- images with captions
 
 
-def write_image(form: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        from PIL import Image
+def write_image(folder: Path, form: str = "png") -> Path:
+    from PIL import Image
 
-        path = folder / f"a.{form}"
-        Image.fromarray(np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)).save(path)
-        (folder / "a.txt").write_text("a cat")
-        return path
-
-    return make
+    path = folder / f"a.{form}"
+    Image.fromarray(np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)).save(path)
+    path.with_suffix(".txt").write_text("a cat")
+    return path
 
 
 def reseal_png(data: bytes) -> bytes:
@@ -307,11 +283,9 @@ def reseal_png(data: bytes) -> bytes:
 
 
 def write_tar(folder: Path) -> Path:
-    with tarfile.open(folder / "some.tar", "w") as tar:
-        for name in ("a.png", "a.txt"):
-            tar.add(write_image("png")(folder).with_name(name), name)
-    (folder / "a.png").unlink()
-    return folder / "some.tar"
+    (images := folder / "images").mkdir()
+    write_image(images)
+    return Path(shutil.make_archive(str(folder / "some"), "tar", images))
 
 
 def write_table(folder: Path) -> Path:
@@ -417,7 +391,7 @@ READERS = [
     Reader("A3M, gzip", write_bytes("hits.a3m.gz", gzip.compress(A3M)), read_alignment, reseal_gzip(bytes)),
     Reader("Stockholm", write_bytes("hits.sto", STO), read_alignment),
     Reader("HHsearch", write_bytes("hits.hhr", HHR), read_hhr),
-    Reader("mmCIF", write_chain("chain.cif"), read_mmcif),
+    Reader("mmCIF", write_chain, read_mmcif),
     Reader("safetensors", write_safetensors, CosmoFlow.load),
     Reader("PyTorch", write_torch, CosmoFlow.load),
     Reader("Keras HDF5", write_keras, CosmoFlow.load),
@@ -430,9 +404,9 @@ READERS = [
     Listed("table of index.json, resealed", write_hdf5_table, read_table_resealed, names=("rows",)),
     Reader("npy", write_npy, layout.npy_layout),
     Listed("TFRecord", write_bytes("u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
-           lambda path: exhaust(tfrecord.read_samples(path, 4)), reseal_tfrecord),
+           lambda path: list(tfrecord.read_samples(path, 4)), reseal_tfrecord),
     Listed("TFRecord, gzip", write_bytes("u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),
-           lambda path: exhaust(tfrecord.read_samples(path, 4)), reseal_gzip(reseal_tfrecord)),
+           lambda path: list(tfrecord.read_samples(path, 4)), reseal_gzip(reseal_tfrecord)),
     Reader("NIfTI", write_volume, lambda path: nifti.read(path.parent), reseal_gzip(bytes)),
     Listed("extxyz", write_frames(".extxyz"), read_frames),
     Listed("ASE traj", write_frames(".traj"), read_frames),
@@ -443,21 +417,21 @@ READERS = [
     Listed("JSON lines, zst", lambda folder: write_bytes("lines.jsonl.zst", compress_zst(TEXT))(folder), read_documents),
     Listed("FASTA", write_bytes("some.fasta", A3M), read_documents),
     Listed("Parquet", write_parquet, read_documents),
-    Reader("tokenizer.json", copy_tokenizer("tokenizer.json"), use_tokenizer),
-    Reader("tokenizer_config.json", copy_tokenizer("tokenizer_config.json"), use_tokenizer, names=("tokenizer.json",)),
+    Reader("tokenizer.json", copy_file("llm/tokenizer/tokenizer.json"), use_tokenizer),
+    Reader("tokenizer_config.json", copy_file("llm/tokenizer/tokenizer_config.json"), use_tokenizer, names=("tokenizer.json",)),
     Reader("chat_template.jinja", write_template, use_tokenizer, names=("tokenizer.json",)),
-    *(Reader(f"{folder}/{file}", copy_model(folder, file), lambda path: LLM.load(path.parent), names=FOLDER)
-      for folder, file in (("llm/broken/good", "config.json"), ("llm/broken/good", "model.safetensors.index.json"),
-                           ("llm/broken/good", "model-00001-of-00002.safetensors"), ("llm/gpt2_hub_tiny/hf", "config.json"))),
-    Reader("generation_config.json", write_generation_config, read_stop_tokens),
-    *(Reader(file, copy_model("llm/llama2_tiny/lora_qv", file), load_adapter, names=FOLDER)
+    *(Reader(f"llm/{file}", copy_file(f"llm/{file}"), lambda path: LLM.load(path.parent), names=FOLDER)
+      for file in ("broken/good/config.json", "broken/good/model.safetensors.index.json", "gpt2_hub_tiny/hf/config.json",
+                   "broken/good/model-00001-of-00002.safetensors")),
+    Reader("generation_config.json", write_bytes("generation_config.json", b'{"eos_token_id": [2, 5], "k": 9}'), read_stop_tokens),
+    *(Reader(file, copy_file(f"llm/llama2_tiny/lora_qv/{file}"), names=FOLDER,
+             read=lambda path: lora.load_adapter(copy.deepcopy(base_model()), path.parent))
       for file in ("adapter_config.json", "adapter_model.safetensors")),
-    *(Reader(f"diffusion/{folder}", copy_model(f"diffusion/{folder}", file), lambda path: read_folder(path.parent), names=FOLDER)
-      for folder, file in (("broken/ok", "config.json"), ("unet2d_tiny/model_a", "config.json"),
-                           ("dit_tiny/model_a", "config.json"), ("flux_tiny/model_dev", "config.json"),
-                           ("flux_tiny/model_schnell", "diffusion_pytorch_model.safetensors"))),
-    *(Reader(f"image, {form}", write_image(form), read_captioned, reseal_png if form == "png" else None)
-      for form in ("png", "jpg", "webp")),
+    *(Reader(f"diffusion/{file}", copy_file(f"diffusion/{file}"), lambda path: read_folder(path.parent), names=FOLDER)
+      for file in ("broken/ok/config.json", "unet2d_tiny/model_a/config.json", "dit_tiny/model_a/config.json",
+                   "flux_tiny/model_dev/config.json", "flux_tiny/model_dev/diffusion_pytorch_model.safetensors")),
+    Reader("image, png", write_image, read_captioned, reseal_png),
+    *(Reader(f"image, {form}", partial(write_image, form=form), read_captioned) for form in ("jpg", "webp")),
     Reader("tar of images", write_tar, read_captioned),
     Reader("Arrow", write_table, read_captioned),
     Reader("state.json", lambda folder: write_table(folder).with_name("state.json"), read_captioned, names=("complete table",)),

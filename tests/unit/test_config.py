@@ -1,6 +1,7 @@
 """Settings: defaults, file and overrides, strict types, all errors at once, and the time of a refused run."""
 
 import datetime
+import json
 import math
 import os
 import runpy
@@ -21,6 +22,8 @@ from hpcai import config
 from hpcai.config import Settings, dump, load
 from hpcai.errors import ConfigError
 from hpcai.schema import CONTROL
+
+WRONG_OVERRIDES = json.loads((Path(__file__).parents[1] / "data/wrong_overrides.json").read_text())
 
 
 class Step(Settings):
@@ -198,33 +201,7 @@ def test_integers(text, value):
     assert load(Config, None, [REQUIRED, f"threads={text}"]).threads == value
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("step.micro=2.0", "step.micro is 2.0, expected a whole number >= 1; write 2"),
-        ("step.lr='3'", "step.lr is '3', expected a number > 0; write 3, without quotes"),
-        ("step.steps=1_000", "step.steps is '1_000', expected a whole number; write 1000, without quotes"),
-        ("step.compile=yes", "step.compile is 'yes', expected true or false; write true"),
-        ("step.clip=None", "step.clip is 'None', expected a number > 0 and < 10 or null; write null"),
-        ("step.precision=BF16", "step.precision is 'BF16', expected one of 'fp32', 'bf16'; did you mean 'bf16'?"),
-        ("data.cache=3", "data.cache is 3, expected a path; text is put in quotes: '\"3\"'"),
-        ("threads=atuo", "threads is 'atuo', expected 'auto' or a whole number; did you mean 'auto'?"),
-        ("seeds=[1, -2]", "seeds[1] is -2, expected a whole number >= 0"),
-        ("data.shape=[1, 2, 3, 4]", "data.shape is [1, 2, 3, 4], expected a list of 3, each a whole number"),
-        ("average=3", "average is 3, expected a section (decay, folder) or null"),
-        ("step.lr=.nan", "step.lr: .nan is no valid setting; write a plain value"),
-        ("step.warmup=2000", "step: warmup is 2000, expected at most steps (1000)"),
-        ("name=a b", "name: expected a name without blanks"),
-        ("label=", "label= has no value; write label=null for none, or 'label=\"\"' for empty text"),
-        ("step", "step: expected key=value, such as step.lr=1e-3, or one file.yaml"),
-        ("label=a: b: c",
-         "label=a: b: c is not YAML (mapping values are not allowed here); text is put in quotes: 'label=\"a: b: c\"'"),
-        ("step={lr: 1, lr: 2}", "step.lr is written twice; keep one"),
-        ("step.micr=1", "step.micr: no such key; did you mean step.micro?"),
-        ("data.nam=[x]", "data.nam: no such key; did you mean data.names?"),  # not name, which is nearer but in another section
-        ("stpe={lr: 1, wd: 2}", "stpe: no such key; did you mean step?"),
-    ],
-)
+@pytest.mark.parametrize(("override", "message"), WRONG_OVERRIDES.items())
 def test_a_wrong_override(override, message):
     assert only_error(override) == message
 

@@ -83,7 +83,7 @@ def test_folders_written_by_commands_do_not_change_the_linter(tmp_path: Path) ->
 
 def test_binary_files_are_declared_in_gitattributes() -> None:
     binary = {line.split()[0].removeprefix("*") for line in (ROOT / ".gitattributes").read_text().splitlines()}
-    assert {path.suffix for path in DATA.rglob("*") if path.is_file()} - {".json", ".md"} <= binary
+    assert {path.suffix for path in DATA.rglob("*") if path.is_file()} - {".json", ".md", ".toml"} <= binary
 
 # A user's app: its worker process imports it and the apps of the wheel from the ``sys.path`` of the parent.
 USER_APP = """
