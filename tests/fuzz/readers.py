@@ -383,7 +383,8 @@ def resume_header(path: Path) -> None:
     resume_resealed(index)
 
 
-FOLDER = ("does not exist", "the settings make it", "is it an adapter of")   # errors of two files, which name their folder
+# Errors of two files, which name their folder or one of them.
+FOLDER = "does not exist", "the settings make it", "the weights have", "is it an adapter of"
 
 Listed = partial(Reader, listed=True)
 READERS = [

@@ -95,12 +95,9 @@ def find_host_values(sources: dict[str, str]) -> list[str]:
     })  # fmt: skip
 
 
-def read_sources() -> dict[str, str]:
-    return {str(path.relative_to(ROOT)): path.read_text() for part in PATTERNS for path in sorted(ROOT.glob(f"{part}.py"))}
-
-
 def test_no_step_creates_a_tensor_from_host_values() -> None:
-    lines = find_host_values(read_sources())
+    paths = [path for part in PATTERNS for path in sorted(ROOT.glob(f"{part}.py"))]
+    lines = find_host_values({str(path.relative_to(ROOT)): path.read_text() for path in paths})
     assert [line for line in lines if not line.startswith(tuple(f"{name}: " for name in ALLOWED))] == []
     assert {": ".join(line.split(": ")[:2]) for line in lines} == ALLOWED.keys(), "delete entries that are no longer needed"
 

@@ -37,10 +37,6 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def refusal(function: Callable[[Any], Any], argument: Any, *expected: str) -> None:
     """Assert that the function raises an error of hpcai with one line that contains each of ``expected``."""
     with pytest.raises(HpcaiError) as caught:
@@ -99,7 +95,8 @@ def test_claims_of_a_config_are_refused_before_a_model_is_built(llama: Path, key
 def test_claims_of_a_network_of_diffusers_are_refused_before_it_is_built(tmp_path: Path, key: str, value: Any) -> None:
     save_network(UNet(UNET).state_dict(), UNET, tmp_path)
     assert read_folder(tmp_path)[0] == UNET
-    edit(tmp_path / "config.json", **{key: value})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     refusal(read_folder, tmp_path, "config.json", "the weights have")
 
 
