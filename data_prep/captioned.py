@@ -30,7 +30,7 @@ from data_prep import store
 from data_prep.extras import import_extra
 from hpcai.data.layout import read_npy_header
 from hpcai.errors import ConfigError, DataError, HpcaiError
-from hpcai.json_file import check_fields, check_relative, read_regular
+from hpcai.json_file import check_fields, check_relative, open_regular, read_regular
 
 Array = NDArray[Any]
 Entry = dict[str, Any]
@@ -138,7 +138,7 @@ def _tar_entries(path: Path) -> Iterator[Entry]:
     samples: dict[str, dict[str, list[int]]] = {}
     try:
         end = 0
-        with tarfile.open(path, "r:") as tar:
+        with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 end = member.offset_data + -(-member.size // 512) * 512
                 if not member.isfile():
@@ -155,7 +155,7 @@ def _tar_entries(path: Path) -> Iterator[Entry]:
             # tarfile accepts damage after the first member, or the end of the file, as the end of the archive.
             if (rest := file.read(512)) != bytes(512):
                 raise tarfile.ReadError("truncated" if not rest else f"the data at byte {end:,} is no member")
-    except (tarfile.TarError, OSError, EOFError) as problem:
+    except Exception as problem:                # tarfile raises OverflowError and others for damaged headers
         raise DataError(f"{path}: not a complete tar ({problem}); {REMEDY}") from problem
     for name, members in samples.items():
         yield {"name": name, "caption": "txt" in members, "members": members}
@@ -229,12 +229,13 @@ def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any
     """Yield the batches of a table, each after the number of its first row, with those of ``columns`` that exist. Skipped parts of
     the memory-mapped stream are not read."""
     arrow, ipc = (import_extra(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
-    with _arrow_errors(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
+    with _arrow_errors(path), open_regular(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
         has, begin = stream.schema.names, 0
         if missing := [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]:
             raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
         for batch in stream:
-            yield begin, batch.select([name for name in columns if name in has])
+            (selected := batch.select([name for name in columns if name in has])).validate(full=True)   # else it may crash
+            yield begin, selected
             begin += batch.num_rows
 
 

@@ -147,9 +147,12 @@ _SCALARS = [  # YAML 1.2, section 10.3.2
 
 
 _MAX_BYTES = 4 << 20  # of a file of settings
+_MAX_DEPTH = 64  # of lists and mappings in brackets
 
 
-class _Reader(yaml.SafeLoader):
+class YamlReader(yaml.SafeLoader):
+    """A loader of YAML 1.2 without aliases, bounded in depth."""
+
     yaml_implicit_resolvers: dict[str, Any] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -158,13 +161,18 @@ class _Reader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem="settings have no aliases; write the value again", problem_mark=mark)
         return super().compose_node(parent, index)
 
+    def fetch_flow_collection_start(self, kind: type[yaml.Token]) -> None:
+        if self.flow_level == _MAX_DEPTH:  # the time of the scanner is that of the square of the depth
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(kind)
+
 
 class _Writer(yaml.SafeDumper):
     """A dumper that quotes text which YAML 1.1 or YAML 1.2 would parse as another type, for any reader."""
 
 
 for _kind, _pattern, _first in _SCALARS:
-    _Reader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
+    YamlReader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
     _Writer.add_implicit_resolver(_TAG + _kind, _pattern, _first)
 _Writer.add_representer(  # the emitter folds a line separator of Unicode into a space
     str, lambda writer, text: writer.represent_scalar(_TAG + "str", text, style='"' if len((text + ".").splitlines()) > 1 else None)
@@ -219,7 +227,7 @@ class _Input:
         """Add the file. An unreadable one is an error as any other, so that overrides are still checked."""
         origin = self.origins[()]
         try:
-            node = yaml.compose(read_regular(path, _MAX_BYTES).decode(), Loader=_Reader)
+            node = yaml.compose(read_regular(path, _MAX_BYTES).decode(), Loader=YamlReader)
             if node is None or isinstance(node, yaml.MappingNode):
                 self.add({} if node is None else self.to_plain(node, (), self.line))
                 return
@@ -269,7 +277,7 @@ class _Input:
         for length in range(1, len(key) + 1):
             self.origins.setdefault(key[:length], origin)
         try:
-            node = yaml.compose(text, Loader=_Reader)
+            node = yaml.compose(text, Loader=YamlReader)
             if node is None:
                 error = f"{name}={text} has no value; write {name}=null for none, or '{name}=\"\"' for empty text"
             else:

@@ -4,6 +4,7 @@ import gzip
 from pathlib import Path
 
 from hpcai.errors import DataError
+from hpcai.json_file import open_regular
 
 _BLOCK, _MIN_LIMIT, _MAX_RATIO = 1 << 24, 1 << 26, 100
 
@@ -15,7 +16,7 @@ def gunzip(path: Path, max_bytes: int | None = None) -> bytes:
     """
     max_bytes = max(_MIN_LIMIT, _MAX_RATIO * path.stat().st_size) if max_bytes is None else max_bytes
     unpacked = bytearray()
-    with gzip.open(path) as file:
+    with open_regular(path) as packed, gzip.open(packed) as file:
         while block := file.read(_BLOCK):
             unpacked += block
             if len(unpacked) > max_bytes:

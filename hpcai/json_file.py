@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
@@ -16,14 +16,20 @@ from hpcai.schema import format_first_error
 MAX_BYTES = 256 << 20
 
 
-def read_regular(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file. Raises OSError for a FIFO or another kind of file, and if it has more bytes."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # opens a FIFO without waiting
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(0, "is no regular file")
-        if status.st_size > max_bytes:
-            raise OSError(0, f"has {status.st_size:,} bytes, more than {max_bytes:,}")
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError for a FIFO, without waiting for its writer, or another kind of file."""
+    file: BinaryIO = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(0, "is no regular file")
+    return file
+
+
+def read_regular(path: Path, max_bytes: int | None = MAX_BYTES) -> bytes:
+    """Return the content of a regular file. Raises OSError for another kind of file, and if it has more bytes."""
+    with open_regular(path) as file:
+        if max_bytes is not None and (size := os.fstat(file.fileno()).st_size) > max_bytes:
+            raise OSError(0, f"has {size:,} bytes, more than {max_bytes:,}")
         return file.read()
 
 

@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, Self, Tex
 
 from hpcai import startup
 from hpcai.errors import ConfigError, DataError, MissingExtraError, escape_controls
+from hpcai.json_file import read_regular
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -210,7 +211,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     An incomplete last line, after a crash, is omitted. Raises DataError if the file is missing or invalid.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular(path, None).split(b"\n")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; expected the JSON lines that a run writes to its directory") from error
     events = []

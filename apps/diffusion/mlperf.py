@@ -1,12 +1,6 @@
 """Entries of the MLPerf logs of Stable Diffusion (Training 5.0) and Flux.1 (6.1), beside the common ones. It imports no torch."""
 
-from hpcai.mllog import DISCLOSED, Benchmark, Entry, Goal, Lookup, in_steps
-
-
-def _between_evaluations(setting: Lookup) -> int:
-    """Return the number of samples."""
-    return int(setting("run.steps_per_epoch") * setting("run.global_batch") * setting("train.evaluate_every"))
-
+from hpcai.mllog import DISCLOSED, Benchmark, Entry, Goal, in_steps
 
 _COMMON = (
     Entry("seed", "train.seed"),
@@ -21,7 +15,6 @@ _COMMON = (
 BENCHMARKS = {
     "stable_diffusion": Benchmark(
         name="stable_diffusion",
-        # The peak divided by the global batch.
         entries=(*_COMMON, Entry("opt_base_learning_rate", lambda setting: setting("step.lr") / setting("data.batch"))),
         metric="", metric_key="eval_accuracy", log_samples=True,
         goals=(Goal("fid", "FID", 90.0), Goal("clip_cosine", "CLIP", 0.15, higher=True)),
@@ -32,7 +25,8 @@ BENCHMARKS = {
             *_COMMON,
             Entry("opt_base_learning_rate", "step.lr"),
             Entry("opt_gradient_clip_norm", "step.clip"),
-            Entry("evaluation_frequency", _between_evaluations),
+            Entry("evaluation_frequency", lambda setting: int(  # in samples
+                setting("run.steps_per_epoch") * setting("run.global_batch") * setting("train.evaluate_every"))),
             Entry("target_accuracy", "train.target", None),
             *DISCLOSED,
         ),

@@ -99,7 +99,8 @@ def _fields(figure: Any, ensembles: Ensembles, shown: int, theme: Theme) -> None
     grid = figure.subplots(shown, len(titles), squeeze=False)
     for n in range(shown):
         coarse = [] if ensembles.field is None else [ensembles.field[n, 0]]
-        planes = [_plane(field) for field in (*coarse, ensembles.truth[n, 0], *ensembles.members[n, :members, 0])]
+        fields = *coarse, ensembles.truth[n, 0], *ensembles.members[n, :members, 0]
+        planes = [field if field.ndim == 2 else field[len(field) // 2] for field in fields]  # the middle of a volume
         limits = Normalize(float(ensembles.truth[n, 0].min()), float(ensembles.truth[n, 0].max()))
         for axes, plane, title in zip(grid[n], planes, titles):
             hide_axes(axes)
@@ -107,11 +108,6 @@ def _fields(figure: Any, ensembles: Ensembles, shown: int, theme: Theme) -> None
             if n == 0:
                 axes.set_title(title, fontsize=10, loc="left")
         grid[n][0].set_ylabel(f"sample {n}", fontsize=9)
-
-
-def _plane(field: Any) -> Any:
-    """Return a map, or the middle slice of a volume."""
-    return field if field.ndim == 2 else field[len(field) // 2]
 
 
 def _power(axes: Axes, ensembles: Ensembles, theme: Theme) -> None:

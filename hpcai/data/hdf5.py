@@ -224,7 +224,9 @@ class Rows:
             size_or_reason = "is missing (moved or deleted since the start?)" if is_gone else str(problem.strerror)
         self._check_size(path, size_or_reason)
         try:
-            file = h5py.File(self.local.get(path, path), "r")
+            if not os.path.isfile(local_path := self.local.get(path, path)):  # HDF5 waits for the writer of a FIFO
+                raise OSError("no regular file")
+            file = h5py.File(local_path, "r")
         except Exception as problem:
             reason = "no such file" if not path.exists() else f"not a complete HDF5 file ({problem})"
             raise DataError(f"{path}: {reason}{self.remedy}") from problem

@@ -20,6 +20,7 @@ from hpcai.data.entry import Entry, TableEntry
 from hpcai.data.table import build_table, describe
 from hpcai.durable import fsync
 from hpcai.errors import DataError
+from hpcai.json_file import read_regular
 
 INDEX = "index.json"
 FORMAT = 1
@@ -37,7 +38,7 @@ class _Content(BaseModel):
 def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry], TableEntry | None]:
     """Return contents, files and table of an index. Raises DataError if it is invalid, or lists files outside of its folder."""
     try:
-        text = path.read_bytes()
+        text = read_regular(path, None)
         content = _Content.model_validate_json(text)
     except OSError as problem:
         raise DataError(f"{path}: cannot be read ({problem.strerror}){remedy}") from problem

@@ -19,6 +19,7 @@ import numpy as np
 
 from hpcai.data.direct import Reader
 from hpcai.errors import DataError, HpcaiError
+from hpcai.json_file import open_regular
 
 MAX_GAP = 16 << 10
 """Bytes. Across smaller gaps one read is faster than two."""
@@ -203,7 +204,7 @@ def npy_layout(path: str | Path) -> Layout:
     """Return the layout of a ``.npy`` file. Raises DataError for a damaged header, Python objects, and a truncated file."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             shape, fortran, dtype, offset = read_npy_header(file, path)
     except OSError as problem:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError
+from hpcai.json_file import open_regular, read_regular
 from hpcai.train import shard_file
 from hpcai.train.shard_file import BLOCK, Block, Box, StoredBox
 
@@ -142,7 +143,7 @@ J = TypeVar("J", bound=BaseModel)
 def _read_json(file: Path, schema: type[J]) -> J:
     """Return the contents of a JSON file. Raises DamagedError if it cannot be read or does not fit the schema."""
     try:
-        return schema.model_validate_json(file.read_bytes())
+        return schema.model_validate_json(read_regular(file, None))
     except OSError as problem:
         raise DamagedError(f"{file.name} cannot be read ({type(problem).__name__})") from problem
     except ValidationError as problem:
@@ -268,7 +269,7 @@ def _stored_boxes(path: Path, index: Index) -> Iterator[tuple[str, StoredBox]]:
 
 def _read_header(path: Path, file: File, block: int) -> bytes:
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             header = stream.read(min(file.header, size))
     except OSError as problem:

@@ -114,7 +114,9 @@ class FlightRecorder(logging.Handler):
             "pid": os.getpid(), "time": now, **state, "where": stacks[0]["where"], "error": _error(error, reason),
             "threads": stacks, "log": [self.format(record) for record in list(self._records)],
             "events": [log.to_strict_json({"kind": e.kind, "time": e.time, **e.fields}) for e in list(self._events)],
-            "command": sys.argv, "folder": os.getcwd(), "versions": _call_or_error(_versions), "settings": self.settings,
+            "command": sys.argv, "folder": os.getcwd(), "settings": self.settings, "versions": _call_or_error(lambda: {
+                "hpcai": __version__, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
+                "system": platform.platform()}),
         }  # fmt: skip
         assert self.directory is not None
         name = f"failure-{state['step']:08d}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
@@ -249,11 +251,6 @@ def _error(error: BaseException | None, reason: str) -> dict[str, str] | None:
     if error is None:
         return {"type": "", "text": reason, "traceback": ""} if reason else None
     return {"type": type(error).__name__, "text": str(error), "traceback": "".join(traceback.format_exception(error))}
-
-
-def _versions() -> dict[str, Any]:
-    return {"hpcai": __version__, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-            "system": platform.platform()}  # fmt: skip
 
 
 def _call_or_error(function: Callable[[], Any]) -> Any:

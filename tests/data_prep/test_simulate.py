@@ -106,6 +106,14 @@ def test_a_killed_run_resumes(dataset, tmp_path, monkeypatch):
     check_resumes_if_killed(run, SMALL, dataset, tmp_path, monkeypatch)
 
 
+def test_a_file_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+    with store.create_file(tmp_path / "a.h5", 1, {"x": store.Field("int8")}, {}):
+        assert not flushed
+    assert flushed == [".a.h5.partial", tmp_path.name]
+
+
 def test_new_processes_write_the_same_bytes(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "get_context", multiprocessing.get_context)       # as in use, not forked
     assert run("simulate", tmp_path, *SMALL, workers="2") == 0 and content(tmp_path) == content(dataset)
@@ -191,6 +199,7 @@ CHECKED = ["--size", "16", "--cut", "2", "--voxel", "16", "--universes", "12", "
 
 
 def test_the_check_passes_and_draws(tmp_path, capsys):
+    assert [list(command.subsample(range(7), count)) for count in (3, 4, 9, 0)] == [[0, 3, 6], [0, 2, 4, 6], [*range(7)], []]
     assert run("simulate", tmp_path, *CHECKED) == 0
     text = capsys.readouterr().out
     assert "12 files, 96 samples against index.json: equal" in text and "redshift 3: " in text and "next: python -m apps" in text

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hpcai.errors import HpcaiError
-from tests.fuzz.mutations import damage
+from tests.fuzz.mutations import damage, displace, remove_any
 
 SEED, SECONDS, GIB = 20261123, 5.0, 1 << 30     # CPU seconds; wall time may be twelve times as long
 GOOD = ("read", "refused")
@@ -26,13 +26,15 @@ GOOD = ("read", "refused")
 @dataclass(frozen=True)
 class Reader:
     """A reader. ``make(folder)`` writes a valid input and returns the file to damage, and ``read`` reads it. ``seal`` recomputes
-    checksums, for half of the damaged files. An error must have the name of the file, or one of ``names``."""
+    checksums, for half of the damaged files. An error must have the name of the file, or one of ``names``. ``listed``: the file was
+    listed as a regular one, so nothing else is put in its place."""
 
     name: str
     make: Callable[[Path], Path]
     read: Callable[[Path], object]
     seal: Callable[[bytes], bytes] | None = None
     names: tuple[str, ...] = ()
+    listed: bool = False
 
 
 @dataclass
@@ -49,8 +51,9 @@ class Outcome:
 
 
 def attack(reader: Reader, folder: Path, numbers: range) -> Outcome:
-    """Read the damaged files ``numbers``. Failures are an error without the file's name (unnamed) or of another family (bare),
-    more than 5 CPU seconds (slow) or 1 GiB (memory), and the end of the process (crash)."""
+    """Read the damaged files ``numbers``; at every tenth, something else is in the place of the file. Failures are an error without
+    the file's name (unnamed) or of another family (bare), more than 5 CPU seconds (slow) or 1 GiB (memory), and the end of the
+    process (crash)."""
     path = reader.make(folder)
     content, outcome, numbers = path.read_bytes(), Outcome(), range(numbers.start, numbers.stop)
     while numbers:
@@ -62,6 +65,7 @@ def attack(reader: Reader, folder: Path, numbers: range) -> Outcome:
             outcome.add("crash", next_number, "the process ended")
             next_number += 1
         numbers = range(next_number, numbers.stop)
+    remove_any(path)
     path.write_bytes(content)
     reader.read(path)
     return outcome
@@ -99,7 +103,10 @@ def _read_damaged(reader: Reader, path: Path, content: bytes, numbers: range, pi
         if reader.seal is not None and rng.integers(2):
             with suppress(Exception):  # too damaged to hold a checksum
                 data = reader.seal(data)
+        remove_any(path)
         path.write_bytes(data)
+        if not (reader.listed or number % 10):
+            displace(path, number // 10 % 4)
         pipe.send((number, *_read_once(reader, path)))
 
 

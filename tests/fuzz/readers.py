@@ -1,27 +1,33 @@
 """All readers of external files, with a valid input for each."""
 
+import copy
 import gzip
+import io
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterable
-from functools import cache
+import zlib
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
 import torch
 
 from apps.cosmoflow.settings import Config
-from data_prep import documents, nifti, tfrecord, trajectories
+from data_prep import captioned, documents, nifti, tfrecord, trajectories
 from hpcai import config, dist, log, train
-from hpcai.cli.report import run as report
+from hpcai.cli import report
 from hpcai.data import layout
 from hpcai.data.hdf5 import Rows
 from hpcai.data.index import write_index
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
-from hpcai.models.llm import Tokenizer
+from hpcai.models.diffusion import read_folder
+from hpcai.models.llm import LLM, Tokenizer, lora
+from hpcai.models.llm.text import stop_tokens
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.alignments import read_alignment, read_hhr
 from hpcai.models.openfold.structures import read_mmcif, write_structure
@@ -31,6 +37,7 @@ from tests import proteins
 from tests.data_prep.test_trajectories import load_relaxation, write_aselmdb
 from tests.fuzz.attack import Reader
 from tests.reference_data import DATA
+from tests.unit.cli.test_report import events
 from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
 
 ROOT = DATA.parents[1]
@@ -44,21 +51,13 @@ def write_bytes(name: str, data: bytes) -> Callable[[Path], Path]:
     return make
 
 
-def exhaust(items: Iterable[Any]) -> list[Any]:
-    return list(items)
-
-
 # ---- proteins
 
 
-def write_chain(name: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        chain = proteins.pdb_chain("3u8v_A")
-        part = slice(10, 30)
-        write_structure(folder / name, chain.aatype[part], chain.positions[part], chain.mask[part], chain.bfactors[part])
-        return folder / name
-
-    return make
+def write_chain(folder: Path) -> Path:
+    chain, part, path = proteins.pdb_chain("3u8v_A"), slice(10, 30), folder / "chain.cif"
+    write_structure(path, chain.aatype[part], chain.positions[part], chain.mask[part], chain.bfactors[part])
+    return path
 
 
 # ---- weights
@@ -219,17 +218,13 @@ def read_documents(path: Path) -> None:
     units, _, _ = documents.file_size(path)
     for _, document in documents.read_documents(documents.Piece(path, path.name, 0, units), ["text"]):
         if not isinstance(document, dict | str | documents.Unusable):
-            exhaust(document)
+            list(document)
 
 
 def compress_zst(data: bytes) -> bytes:
     import zstandard
 
     return zstandard.ZstdCompressor(write_checksum=True).compress(data)
-
-
-def copy_tokenizer(file: str) -> Callable[[Path], Path]:
-    return lambda folder: shutil.copytree(DATA / "llm" / "tokenizer", folder, dirs_exist_ok=True) / file
 
 
 def use_tokenizer(path: Path) -> None:
@@ -239,12 +234,87 @@ def use_tokenizer(path: Path) -> None:
     tokenizer.byte_lengths.sum()
 
 
+# ---- folders of models
+
+
+def copy_file(path: str) -> Callable[[Path], Path]:
+    """Return a function that copies the folder of a file of tests/data."""
+    return lambda folder: shutil.copytree((DATA / path).parent, folder, dirs_exist_ok=True) / Path(path).name
+
+
+def write_template(folder: Path) -> Path:
+    config = json.loads(copy_file("llm/tokenizer/tokenizer_config.json")(folder).read_text())
+    loop = "{% for n in range(3) %}{{ n * 2 }}{{ 'ab' * 3 }}{{ '%5d' % n }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(config.pop("chat_template") + loop)
+    return folder / "chat_template.jinja"
+
+
+@cache
+def base_model() -> LLM:
+    return LLM.load(DATA / "llm" / "llama2_tiny" / "hf")
+
+
+def read_stop_tokens(path: Path) -> None:
+    model = copy.copy(base_model())
+    vars(model)["_tokenizer"], model.folder = Tokenizer.byte_level(), path.parent
+    stop_tokens(model)
+
+
+# ---- images with captions
+
+
+def write_image(folder: Path, form: str = "png") -> Path:
+    from PIL import Image
+
+    path = folder / f"a.{form}"
+    Image.fromarray(np.arange(12 * 9 * 3, dtype=np.uint8).reshape(12, 9, 3)).save(path)
+    path.with_suffix(".txt").write_text("a cat")
+    return path
+
+
+def reseal_png(data: bytes) -> bytes:
+    """Recompute the checksum of each chunk."""
+    sealed, at = data[:8], 8
+    while at + 12 <= len(data):
+        end = at + 8 + min(int.from_bytes(data[at : at + 4], "big"), len(data) - at - 12)
+        sealed += data[at:end] + struct.pack(">I", zlib.crc32(data[at + 4 : end]))
+        at = end + 4
+    return sealed
+
+
+def write_tar(folder: Path) -> Path:
+    (images := folder / "images").mkdir()
+    write_image(images)
+    return Path(shutil.make_archive(str(folder / "some"), "tar", images))
+
+
+def write_table(folder: Path) -> Path:
+    import pyarrow as pa
+
+    np.save(array := io.BytesIO(), np.ones((4, 2, 2), np.uint16))
+    row = {"__key__": "a", "mean": array.getvalue(), "logvar": array.getvalue(), "timestep": 3}
+    with pa.OSFile(str(folder / "some.arrow"), "wb") as file:
+        table = pa.Table.from_pylist([row, row])
+        with pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "some.arrow"}], "_split": None}))
+    return folder / "some.arrow"
+
+
+def read_captioned(path: Path) -> None:
+    for shard in captioned.find_shards(path.parent):
+        for sample in captioned.read_samples(shard, captioned.list_samples(shard)["entries"]):
+            if sample.image is not None:
+                captioned.resize_and_crop(sample, (8, 8), enlarge=True)
+
+
 # ---- runs
 
 
 def write_metrics(folder: Path) -> Path:
-    events = [{"kind": "train", "time": 1.0, "step": n, "loss": 1.0 / n, "values": [n, "NaN"]} for n in range(1, 9)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    energy = {"kind": "energy", "time": 2e9, "joules": 5.0, "samples": 16, "seconds": 3.0, "gpu_limits_w": [300, 300]}
+    startup = {"kind": "startup", "time": 2e9, "parts": {"imports": 1.5}}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (*events(80), energy, startup)))
     return folder / "metrics.jsonl"
 
 
@@ -259,6 +329,13 @@ def write_run(file: str) -> Callable[[Path], Path]:
         return folder / file
 
     return make
+
+
+def render_report(path: Path) -> None:
+    """Write the pages of one run and of two, without drawing their plots."""
+    with mock.patch.object(report, "_render", lambda left_out, plot: None):
+        report.draw_run(path.parent)
+        report.compare_runs([path.parent] * 2)
 
 
 def new_step() -> train.Step:
@@ -306,12 +383,16 @@ def resume_header(path: Path) -> None:
     resume_resealed(index)
 
 
+# Errors of two files, which name their folder or one of them.
+FOLDER = "does not exist", "the settings make it", "the weights have", "is it an adapter of"
+
+Listed = partial(Reader, listed=True)
 READERS = [
     Reader("A3M", write_bytes("hits.a3m", A3M), read_alignment),
     Reader("A3M, gzip", write_bytes("hits.a3m.gz", gzip.compress(A3M)), read_alignment, reseal_gzip(bytes)),
     Reader("Stockholm", write_bytes("hits.sto", STO), read_alignment),
     Reader("HHsearch", write_bytes("hits.hhr", HHR), read_hhr),
-    Reader("mmCIF", write_chain("chain.cif"), read_mmcif),
+    Reader("mmCIF", write_chain, read_mmcif),
     Reader("safetensors", write_safetensors, CosmoFlow.load),
     Reader("PyTorch", write_torch, CosmoFlow.load),
     Reader("Keras HDF5", write_keras, CosmoFlow.load),
@@ -321,33 +402,49 @@ READERS = [
     Reader("index.json with a table", lambda folder: write_hdf5_table(folder).with_name("index.json"), read_table,
            names=("rows", "index-")),
     Reader("table of index.json", write_hdf5_table, read_table),
-    Reader("table of index.json, resealed", write_hdf5_table, read_table_resealed, names=("rows",)),
+    Listed("table of index.json, resealed", write_hdf5_table, read_table_resealed, names=("rows",)),
     Reader("npy", write_npy, layout.npy_layout),
-    Reader("TFRecord", write_bytes("u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
-           lambda path: exhaust(tfrecord.read_samples(path, 4)), reseal_tfrecord),
-    Reader("TFRecord, gzip", write_bytes("u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),
-           lambda path: exhaust(tfrecord.read_samples(path, 4)), reseal_gzip(reseal_tfrecord)),
+    Listed("TFRecord", write_bytes("u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
+           lambda path: list(tfrecord.read_samples(path, 4)), reseal_tfrecord),
+    Listed("TFRecord, gzip", write_bytes("u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),
+           lambda path: list(tfrecord.read_samples(path, 4)), reseal_gzip(reseal_tfrecord)),
     Reader("NIfTI", write_volume, lambda path: nifti.read(path.parent), reseal_gzip(bytes)),
-    Reader("extxyz", write_frames(".extxyz"), read_frames),
-    Reader("ASE traj", write_frames(".traj"), read_frames),
-    Reader("aselmdb", write_frames(".aselmdb"), read_frames),
-    Reader("text", write_bytes("notes.txt", TEXT), read_documents),
-    Reader("JSON lines", write_bytes("lines.jsonl", TEXT), read_documents),
-    Reader("JSON lines, gzip", write_bytes("lines.jsonl.gz", gzip.compress(TEXT)), read_documents, reseal_gzip(bytes)),
-    Reader("JSON lines, zst", lambda folder: write_bytes("lines.jsonl.zst", compress_zst(TEXT))(folder), read_documents),
-    Reader("FASTA", write_bytes("some.fasta", A3M), read_documents),
-    Reader("Parquet", write_parquet, read_documents),
-    Reader("tokenizer.json", copy_tokenizer("tokenizer.json"), use_tokenizer),
-    Reader("tokenizer_config.json", copy_tokenizer("tokenizer_config.json"), use_tokenizer, names=("tokenizer.json",)),
+    Listed("extxyz", write_frames(".extxyz"), read_frames),
+    Listed("ASE traj", write_frames(".traj"), read_frames),
+    Listed("aselmdb", write_frames(".aselmdb"), read_frames),
+    Listed("text", write_bytes("notes.txt", TEXT), read_documents),
+    Listed("JSON lines", write_bytes("lines.jsonl", TEXT), read_documents),
+    Listed("JSON lines, gzip", write_bytes("lines.jsonl.gz", gzip.compress(TEXT)), read_documents, reseal_gzip(bytes)),
+    Listed("JSON lines, zst", lambda folder: write_bytes("lines.jsonl.zst", compress_zst(TEXT))(folder), read_documents),
+    Listed("FASTA", write_bytes("some.fasta", A3M), read_documents),
+    Listed("Parquet", write_parquet, read_documents),
+    Reader("tokenizer.json", copy_file("llm/tokenizer/tokenizer.json"), use_tokenizer),
+    Reader("tokenizer_config.json", copy_file("llm/tokenizer/tokenizer_config.json"), use_tokenizer, names=("tokenizer.json",)),
+    Reader("chat_template.jinja", write_template, use_tokenizer, names=("tokenizer.json",)),
+    *(Reader(f"llm/{file}", copy_file(f"llm/{file}"), lambda path: LLM.load(path.parent), names=FOLDER)
+      for file in ("broken/good/config.json", "broken/good/model.safetensors.index.json", "gpt2_hub_tiny/hf/config.json",
+                   "broken/good/model-00001-of-00002.safetensors")),
+    Reader("generation_config.json", write_bytes("generation_config.json", b'{"eos_token_id": [2, 5], "k": 9}'), read_stop_tokens),
+    *(Reader(file, copy_file(f"llm/llama2_tiny/lora_qv/{file}"), names=FOLDER,
+             read=lambda path: lora.load_adapter(copy.deepcopy(base_model()), path.parent))
+      for file in ("adapter_config.json", "adapter_model.safetensors")),
+    *(Reader(f"diffusion/{file}", copy_file(f"diffusion/{file}"), lambda path: read_folder(path.parent), names=FOLDER)
+      for file in ("broken/ok/config.json", "unet2d_tiny/model_a/config.json", "dit_tiny/model_a/config.json",
+                   "flux_tiny/model_dev/config.json", "flux_tiny/model_dev/diffusion_pytorch_model.safetensors")),
+    Reader("image, png", write_image, read_captioned, reseal_png),
+    *(Reader(f"image, {form}", partial(write_image, form=form), read_captioned) for form in ("jpg", "webp")),
+    Reader("tar of images", write_tar, read_captioned),
+    Reader("Arrow", write_table, read_captioned),
+    Reader("state.json", lambda folder: write_table(folder).with_name("state.json"), read_captioned, names=("complete table",)),
     Reader("settings", write_bytes("small.yaml", (ROOT / "apps/cosmoflow/configs/small.yaml").read_bytes()),
            lambda path: config.load(Config, path)),
     Reader("metrics.jsonl", write_metrics, log.read_metrics),
-    Reader("metrics.jsonl, resumed", write_metrics, resume_metrics),
-    Reader("report", write_run("metrics.jsonl"), lambda path: report.read_run(path.parent)),
-    Reader("report, settings", write_run("settings.yaml"), lambda path: report.read_run(path.parent)),
+    Listed("metrics.jsonl, resumed", write_metrics, resume_metrics),
+    Reader("report", write_run("metrics.jsonl"), render_report),
+    Reader("report, settings", write_run("settings.yaml"), render_report),
     *(Reader(f"checkpoint, {name}", write_checkpoint(name), resume, names=("step-",))
       for name in ("manifest.json", "run.json", "index.json", "*.safetensors")),
-    *(Reader(f"checkpoint, {name}, resealed", write_checkpoint(name), resume_resealed, names=("step-",))
+    *(Listed(f"checkpoint, {name}, resealed", write_checkpoint(name), resume_resealed, names=("step-",))
       for name in ("run.json", "index.json")),
-    Reader("checkpoint, *.safetensors, resealed", write_checkpoint("*.safetensors"), resume_header, names=("step-",)),
+    Listed("checkpoint, *.safetensors, resealed", write_checkpoint("*.safetensors"), resume_header, names=("step-",)),
 ]  # fmt: skip

@@ -27,11 +27,6 @@ def by_phase(counts: PhaseCounts, kind: str) -> dict[str, float]:
     return {phase: counts[phase][kind] for phase in PHASES}
 
 
-def extra_sockets(ranks: int) -> float:
-    """Return the number of sockets that a rank may have in addition to those in a job of two ranks: those of trees."""
-    return 2 * math.log2(ranks / 2) + 2
-
-
 def test_one_process_sends_no_messages_and_opens_no_sockets(by_ranks: dict[int, RunCounts]) -> None:
     alone = by_ranks[1].last
     assert alone == by_ranks[1].first and set(PHASES) <= set(alone)
@@ -62,7 +57,7 @@ def test_messages_to_the_first_rank_grow_with_the_writers_only(by_ranks: dict[in
 
 def test_a_rank_connects_to_few_others(by_ranks: dict[int, RunCounts]) -> None:
     few, many = (max(by_phase(by_ranks[ranks].last, "sockets").values()) for ranks in (2, 8))
-    assert many - few <= extra_sockets(8)
+    assert many - few <= 2 * math.log2(8 / 2) + 2, "those of trees"
 
 
 @pytest.mark.claim

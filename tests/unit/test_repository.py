@@ -82,7 +82,7 @@ def test_folders_written_by_commands_do_not_change_the_linter(tmp_path: Path) ->
 
 
 def test_binary_files_are_declared_in_gitattributes() -> None:
-    text = {".json", ".jsonl", ".md", ".txt", ".yaml", ".a3m", ".sto", ".hhr", ".cif"}
+    text = {".json", ".jsonl", ".md", ".toml", ".txt", ".yaml", ".a3m", ".sto", ".hhr", ".cif"}
     binary = {line.split()[0].removeprefix("*") for line in (ROOT / ".gitattributes").read_text().splitlines()}
     assert {path.suffix for path in DATA.rglob("*") if path.is_file()} - text <= binary
 

@@ -22,7 +22,7 @@ from hpcai.json_file import MAX_BYTES, read_object
 from hpcai.models.diffusion import DiffusionConfig, UNetConfig, read_folder
 from hpcai.models.diffusion import save_folder as save_network
 from hpcai.models.diffusion.unet import UNet
-from hpcai.models.llm import LLM, LLMConfig, Tokenizer, chats, save_folder
+from hpcai.models.llm import LLM, LLMConfig, chats, save_folder
 from hpcai.models.llm.lora import read_adapter_config
 from hpcai.models.llm.text import stop_tokens
 from hpcai.nn.safetensors_files import open_tensors
@@ -38,10 +38,6 @@ UNET = UNetConfig(inputs=1, outputs=1, tokens=None, channels=(8, 8), blocks=1, a
 def llama(tmp_path: Path) -> Path:
     save_folder(LLM(SMALL).state_dict(), SMALL, tmp_path / "llama")
     return tmp_path / "llama"
-
-
-def edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def refusal(function: Callable[[Any], Any], argument: Any, *expected: str) -> None:
@@ -79,19 +75,6 @@ def test_settings_in_a_safetensors_file_of_another_structure_are_refused(tmp_pat
     refusal(lambda path: load_state(path, "diffusion", DiffusionConfig), path, "channels is (320", "the weights have 1 tensors")
 
 
-def test_a_fifo_in_place_of_a_file_is_refused_without_waiting(llama: Path, tmp_path: Path) -> None:
-    for name, read in {"config.json": LLM.load, "model.safetensors": LLM.load, "tokenizer.json": Tokenizer.load}.items():
-        (llama / name).unlink(missing_ok=True)
-        os.mkfifo(llama / name)
-        refusal(read, llama, name, "regular file")
-        (llama / name).unlink()
-        save_folder(LLM(SMALL).state_dict(), SMALL, llama)
-    os.mkfifo(tmp_path / "a.png")
-    (shard,) = captioned.find_shards(tmp_path)
-    entries = captioned.list_samples(shard)["entries"]
-    refusal(lambda shard: list(captioned.read_samples(shard, entries)), shard, "a.png", "regular file")
-
-
 def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
@@ -115,7 +98,8 @@ def test_claims_of_a_config_are_refused_before_a_model_is_built(llama: Path, key
 def test_claims_of_a_network_of_diffusers_are_refused_before_it_is_built(tmp_path: Path, key: str, value: Any) -> None:
     save_network(UNet(UNET).state_dict(), UNET, tmp_path)
     assert read_folder(tmp_path)[0] == UNET
-    edit(tmp_path / "config.json", **{key: value})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     refusal(read_folder, tmp_path, "config.json", "the weights have")
 
 

@@ -13,19 +13,24 @@ from hpcai.cli.report.document import render_page
 from hpcai.cli.report.run import describe_error, read_run
 from hpcai.cli.report.theme import DARK, LIGHT, Plot
 from hpcai.errors import DataError
+from hpcai.json_file import check_fields
 from hpcai.log import METRICS
+
+_EXPECTED = "events and settings as a run of this version writes them"
 
 
 def draw_run(run: Path) -> Path:
     """Render the run in the directory ``run``, and return the path of the page. Raises DataError if there is no run."""
     record = read_run(run)
-    images = {plot: pictures for plot in plots(record) if (pictures := _render(record.left_out, plot))}
+    with check_fields(f"{run / METRICS} or settings.yaml", _EXPECTED, DataError):
+        images = {plot: pictures for plot in plots(record) if (pictures := _render(record.left_out, plot))}
+        page = render_page(record, images)
     folder = run / "plots"
     folder.mkdir(exist_ok=True)
     for plot, (light, _) in images.items():
         (folder / f"{plot.name}.png").write_bytes(light)
     path = run / "report.html"
-    path.write_text(render_page(record, images), encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -33,11 +38,13 @@ def compare_runs(runs: Sequence[Path], output: Path | None = None) -> Path:
     """Render several runs on one page, in their common parent folder or in the file ``output``, and return its path. Raises
     DataError if one is no run, or the page cannot be written."""
     overview = comparison.Comparison([read_run(run) for run in runs])
-    names = overview.metrics()
-    images = {plot: pictures for plot in comparison.plots(overview, names) if (pictures := _render(overview.left_out, plot))}
+    with check_fields(f"{METRICS} or settings.yaml of {', '.join(map(str, runs))}", _EXPECTED, DataError):
+        names = overview.metrics()
+        images = {plot: pictures for plot in comparison.plots(overview, names) if (pictures := _render(overview.left_out, plot))}
+        page = comparison.render_page(overview, comparison.columns(overview, names), images)
     path = output or overview.folder / comparison.FILE
     try:
-        path.write_text(comparison.render_page(overview, comparison.columns(overview, names), images), encoding="utf-8")
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; name a file that can be written, with --output") from error
     return path

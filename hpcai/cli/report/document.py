@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from html import escape
 from typing import Any, Literal
 
@@ -67,7 +67,7 @@ STATES = {
 
 
 def _date(time: float) -> str:
-    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return (datetime.fromtimestamp(0, UTC) + timedelta(seconds=time)).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: Literal["words", "numbers", "texts"] = "words") -> str:

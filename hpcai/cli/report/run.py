@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from hpcai import config
 from hpcai.cli import apps
 from hpcai.cli.report.picture import Picture, Table
 from hpcai.cli.report.theme import PALETTE
 from hpcai.errors import DataError
+from hpcai.json_file import read_regular
 from hpcai.log import METRICS, read_metrics, select_metrics
 
 Series = tuple[np.ndarray, np.ndarray]                   # steps, values
@@ -150,10 +152,10 @@ def read_run(directory: Path) -> RunRecord:
     run = RunRecord(directory, events)
     path = directory / "settings.yaml"
     try:
-        run.settings_text = path.read_text(encoding="utf-8")
-        loaded = yaml.safe_load(run.settings_text)
+        run.settings_text = read_regular(path).decode()
+        loaded = yaml.load(run.settings_text, config.YamlReader)
         run.settings = loaded if isinstance(loaded, dict) else {}
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         run.left_out.append(f"settings.yaml: {describe_error(error)}; the settings are those of the last start in {METRICS}")
         run.settings = run.start.get("settings") or {}
         run.settings_text = yaml.safe_dump(run.settings, sort_keys=False) if run.settings else ""

@@ -65,7 +65,7 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
         if settings.tied and "model.embed_tokens.weight" in state:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
     if bad := next((name for name, tensor in state.items() if not tensor.isfinite().all()), None):
-        raise CheckpointError(f"{path}: {bad} has elements that are not finite; fetch or save it again")
+        raise CheckpointError(f"{origins.get(bad, path)}: {bad} has elements that are not finite; fetch or save it again")
     if cfg is not None:
         sizes = settings.model_dump(exclude={"dropout", "recompute", "deviation", "positions"})
         weights.check_sizes(path, sizes, cfg.model_dump())

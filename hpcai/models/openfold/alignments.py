@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from hpcai.errors import DataError
 from hpcai.gzip_file import gunzip
+from hpcai.json_file import read_regular
 from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
 
 _ADVICE = "make it again, or leave it out"
@@ -315,7 +316,7 @@ def _hit(lines: list[str], begin: int, where: str) -> Hit:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return gunzip(path) if path.suffix == ".gz" else path.read_bytes()
+        return gunzip(path) if path.suffix == ".gz" else read_regular(path, None)
     except (OSError, EOFError, zlib.error) as problem:
         raise DataError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}; {_ADVICE}") from problem
 

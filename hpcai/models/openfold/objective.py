@@ -147,16 +147,14 @@ def rename_symmetric_atoms(positions: Tensor, f: Mapping[str, Tensor]) -> Tensor
         for first in range(0, positions.shape[1], step):
             chunk = slice(first, first + step)
             symmetric, others = (exists * ambiguous)[:, chunk], exists * (1 - ambiguous)
-            predicted, true = (_distances(x[:, chunk], x) for x in (positions, f[name]))
+            predicted, true = (  # [B, r * 14, R * 14] angstrom
+                torch.cdist(x[:, chunk].flatten(1, 2), x.flatten(1, 2), compute_mode="donot_use_mm_for_euclid_dist")
+                for x in (positions, f[name])
+            )
             error = (predicted - true).abs() @ others.flatten(1)[..., None]  # [B, r * 14, 1]
             parts.append((error.view(symmetric.shape) * symmetric).sum(2))
         sums.append(torch.cat(parts, 1))
     return (sums[1] < sums[0]).to(positions.dtype)
-
-
-def _distances(chunk: Tensor, positions: Tensor) -> Tensor:
-    """[B, r, 14, 3] and [B, R, 14, 3] -> [B, r * 14, R * 14] angstrom"""
-    return torch.cdist(chunk.flatten(1, 2), positions.flatten(1, 2), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def chi(angles: Tensor, raw: Tensor, f: Mapping[str, Tensor]) -> Tensor:

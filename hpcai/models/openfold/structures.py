@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpcai.errors import DataError
 from hpcai.gzip_file import gunzip
+from hpcai.json_file import open_regular
 from hpcai.lazy import import_optional
 from hpcai.models.openfold.residues import ATOM_ORDER, ATOM_TYPES, RESNAMES, RESTYPES, UNKNOWN
 
@@ -89,6 +90,7 @@ def read_mmcif(path: Path, chain: str | None = None) -> Entry:
     path = Path(path)
     try:
         cif = _gemmi().cif
+        open_regular(path).close()
         document = cif.read_string(gunzip(path)) if path.suffix == ".gz" else cif.read(str(path))
         block = document[0] if len(document) else None
         tables = None if block is None else _read_categories(block)

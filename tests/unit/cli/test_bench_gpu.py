@@ -187,7 +187,7 @@ def test_rows_of_a_killed_case_are_kept(monkeypatch: pytest.MonkeyPatch, capsys:
 
     def run(command: list[str], timeout: float, **kwargs: Any) -> Any:
         if "'a'" in command[-1]:
-            raise subprocess.TimeoutExpired(command, timeout, output=f'{stdout}\n{{"bench": "gp'.encode())
+            raise subprocess.TimeoutExpired(command, timeout, output=f'{{"rows": []}}\n{stdout}\n{{"bench": "gp'.encode())
         return SimpleNamespace(returncode=-11, stdout="", stderr="Segmentation fault")
 
     monkeypatch.setattr(timing.subprocess, "run", run)

@@ -244,7 +244,9 @@ def test_a_folder_is_measured_and_left_unchanged(tmp_path: Path) -> None:
     result = storage.measure_folder(tmp_path, "t", 0, 1.5, iter([0, 1, 2, 2, 10, 12, 12]).__next__)  # write 32 MiB, read half
     assert (result.write, result.read) == (16 << 20, 8 << 20)
     with storage.marker_file(tmp_path, "t") as problem:
+        (other := tmp_path / f"{storage.PREFIX}other").write_text("t")      # of another job
         assert problem == "" and storage.sees_marker(tmp_path, "t") and not storage.sees_marker(tmp_path, "other", 0.0)
+        other.unlink()
     with pytest.raises(KeyboardInterrupt), storage.marker_file(tmp_path, "t"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []

@@ -109,13 +109,10 @@ def set_shard(parameter: Any, ranges: Sequence[Sequence[tuple[int, int]]]) -> No
     parameter.data = torch.empty(size, dtype=parameter.dtype, device="meta")
 
 
-def make_cosmoflow() -> nn.Module:
-    return cosmoflow.parallelize(cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=16, blocks=3, filters=8)), single_process())
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "everything": Everything,
-    "cosmoflow": make_cosmoflow,
+    "cosmoflow": lambda: cosmoflow.parallelize(
+        cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=16, blocks=3, filters=8)), single_process()),
     "deepcam": lambda: deepcam.DeepCam(deepcam.DeepCamConfig(divide=4)),
     "deepcam, initialised as by the vendor": lambda: deepcam.DeepCam(deepcam.DeepCamConfig(divide=4, init="vendor")),
     "dimenet": lambda: dimenet.DimeNet(dimenet.DimeNetConfig(hidden=64)),

@@ -12,14 +12,9 @@ from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.parallel.fsdp import ShardedReducer
 
 
-def make_gradients(ranks: int) -> torch.Tensor:
-    """Return correlated gradients of each rank in bfloat16.   [R, N]"""
-    return (torch.randn(ranks, 4096, generator=torch.Generator().manual_seed(0)) + 1).bfloat16()
-
-
 def sum_error(ranks: int, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> float:
     """Return the error of the sum relative to the norm of the exact one."""
-    per_rank = make_gradients(ranks)
+    per_rank = (torch.randn(ranks, 4096, generator=torch.Generator().manual_seed(0)) + 1).bfloat16()    # correlated
 
     def all_reduce(total: torch.Tensor, **_: Any) -> None:
         for gradient in per_rank[1:]:

@@ -236,12 +236,10 @@ def write_hdf5(path: Path) -> None:
         file.attrs["about"] = "text of varying length"
 
 
-def write_small_npy(path: Path) -> None:
-    np.save(path, np.random.default_rng(0).random((3, 20)))
-
-
 @pytest.mark.usefixtures("child_processes")
-@pytest.mark.parametrize("name, make", [("a.h5", write_hdf5), ("a.npy", write_small_npy)])
+@pytest.mark.parametrize(
+    "name, make", [("a.h5", write_hdf5), ("a.npy", lambda path: np.save(path, np.random.default_rng(0).random((3, 20))))]
+)
 def test_a_damaged_file_always_gives_an_outcome(tmp_path: Path, name: str, make: Any) -> None:
     """The test has 100 files, most with changed bytes in the headers, some truncated."""
     make(tmp_path / name)
