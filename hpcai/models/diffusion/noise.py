@@ -59,7 +59,11 @@ def _draw(
     shift = _BLOCKS + (1 if dtype == torch.float64 else 2)
     if prod(size) > 1 << shift:
         raise ConfigError(f"noise: a sample of {list(size)} has more than 2^{shift} elements")
-    ranges = _ranges(tuple(size), box or ())
+    box = box or ()
+    slices = [dim.indices(n) for dim, n in zip(box, size)]
+    if len(box) > len(size) or any(step != 1 or stop < start for start, stop, step in slices):
+        raise ConfigError(f"noise: box {box} of a sample of {list(size)}; expected slices of step 1, one for each dim at most")
+    ranges = [(start, stop) for start, stop, _ in slices] + [(0, n) for n in size[len(box) :]]
     starts, count = _runs(tuple(size), ranges, index.device)
     first = (starts + (use << shift)).expand(len(index), -1)
     high: Any = (epoch.long() if isinstance(epoch, Tensor) else epoch) << _INDICES
@@ -70,14 +74,6 @@ def _draw(
 
 normals, uniforms = partial(_draw, philox.normal), partial(_draw, philox.uniform)
 """Standard normal numbers, and uniform numbers in [0, 1), with the arguments of ``_draw`` after the first."""
-
-
-def _ranges(size: tuple[int, ...], box: Box) -> list[tuple[int, int]]:
-    """Return (start, stop) of each dim."""
-    slices = [dim.indices(n) for dim, n in zip(box, size)]
-    if len(box) > len(size) or any(step != 1 or stop < start for start, stop, step in slices):
-        raise ConfigError(f"noise: box {box} of a sample of {list(size)}; expected slices of step 1, one for each dim at most")
-    return [(start, stop) for start, stop, _ in slices] + [(0, n) for n in size[len(box) :]]
 
 
 def _runs(size: tuple[int, ...], ranges: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, int]:
