@@ -368,9 +368,8 @@ def _plan_templates(
         unread += map(tuple, result["refused"])
     _scanned_chains.cache_clear()
     named = {name for each in names for name in each}
-    middle = f"{np.median(counts):g} at the median"
-    with_templates = sum(count > 0 for count in counts)
-    command.print_rank_0(f"templates: {with_templates} of {len(counts)} chains have some, {middle}; {len(named)} structures")
+    some = f"{sum(count > 0 for count in counts)} of {len(counts)} chains have some, {np.median(counts):g} at the median"
+    command.print_rank_0(f"templates: {some}; {len(named)} structures")
     templates = [chain for chain in scanned if chain.key in named]
     rows = {chain.key: row for row, chain in enumerate(templates)}
     jobs = [store.Job(options.out / TEMPLATES / f"templates_{number:06d}.h5", partial(convert_templates, templates[begin:end]),

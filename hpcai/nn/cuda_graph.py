@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from hpcai.dist.host import gc_disabled
+
 
 class Graph(Protocol):
     """The device work of a function, captured and replayed."""
@@ -81,11 +83,6 @@ def graph_factory(owner: Any, device: torch.device | None = None) -> Callable[[]
 @contextmanager
 def no_gc() -> Iterator[None]:
     """Context manager without garbage collection, which could free CUDA memory and so end a capture."""
-    was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()
-    try:
+    with gc_disabled():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -45,9 +45,10 @@ def capture_call(function: Callable[..., Any], model: nn.Module, batch: Any, con
         with context():
             function(_ModelProxy(model, capture), batch)
     except _CallCaptured as captured:
-        if not captured.call.args:
+        (call,) = captured.args
+        if not call.args:
             raise ConfigError("a loss or metric calls the model without a positional argument; pipeline stages need one") from None
-        return captured.call
+        return call
     raise ConfigError("a loss or metric never calls the model; pipeline stages need one call")
 
 
@@ -67,10 +68,7 @@ def resume_after(function: Callable[..., Any], model: nn.Module, batch: Any, con
 
 
 class _CallCaptured(BaseException):
-    """Ends a function at its model call, even if it catches every Exception."""
-
-    def __init__(self, call: ModelCall) -> None:
-        self.call = call
+    """Ends a function at its model call, even if it catches every Exception. Its argument is the ``ModelCall``."""
 
 
 class _ModelProxy:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     _check_names(parser, "part", args.parts, PARTS)
     part_of_case = {name: part for part in args.parts for name in _part_module(part).cases()}
     _check_names(parser, f"case in {' or '.join(args.parts)}", args.case, part_of_case)
-    _check_names(parser, "variant", args.variants, dict.fromkeys(v for part in args.parts for v in _part_module(part).variants()))
+    _check_names(parser, "variant", args.variants, dict.fromkeys(v for part in args.parts for v in _part_module(part).VARIANTS))
     args.parts = sorted({part_of_case[name] for name in args.case or part_of_case})
     result = _measure_here(args, part_of_case) if args.case else _measure_in_subprocesses(args, part_of_case)
     good, bad = ([row for row in result["rows"] if ("failed" in row or "left_out" in row) is wanted] for wanted in (False, True))

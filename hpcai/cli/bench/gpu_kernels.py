@@ -248,10 +248,6 @@ def _torch_adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
     return _torch_update(torch._fused_adamw_, w, g, m, v, **more, beta1=0.9, beta2=0.999, eps=1e-6, amsgrad=False)
 
 
-def _torch_sgd(w: Tensor, g: Tensor, m: Tensor) -> Tensor:
-    return _torch_update(torch._fused_sgd_, w, g, m, momentum=0.9, dampening=0.0, nesterov=True, is_first_step=False)
-
-
 def _update_bytes(passes: int, inputs: Sequence[Tensor], both: bool) -> int:
     """Weights and moments are read and written, the gradient is read. A second pass reads weights, and the direction of the
     first."""
@@ -338,10 +334,12 @@ KERNELS = [
     ),
     _optimizer("adam", _adam, 2, 93, torch=_torch_adam),
     _optimizer("lamb", _lamb, 2, 56, passes=2),
-    _optimizer("sgd", _sgd, 1, 31, torch=_torch_sgd),
+    _optimizer("sgd", _sgd, 1, 31, torch=partial(
+        _torch_update, torch._fused_sgd_, momentum=0.9, dampening=0.0, nesterov=True, is_first_step=False)),
     _random("philox-uniform", philox.uniform, lambda out: out.uniform_()),
     _random("philox-normal", philox.normal, lambda out: out.normal_()),
 ]  # fmt: skip
+VARIANTS = list(dict.fromkeys(form for kernel in KERNELS for form in kernel.implementations()))
 
 
 # ---- measuring
@@ -349,10 +347,6 @@ KERNELS = [
 
 def cases() -> dict[str, tuple[Kernel, tuple[int, ...]]]:
     return {f"{kernel.name}-{name}": (kernel, size) for kernel in KERNELS for name, size in kernel.sizes.items()}
-
-
-def variants() -> list[str]:
-    return list(dict.fromkeys(form for kernel in KERNELS for form in kernel.implementations()))
 
 
 def measure(name: str, args: Any) -> Iterator[Row]:

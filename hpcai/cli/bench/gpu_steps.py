@@ -255,7 +255,3 @@ def _restore_backend_flags() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
-
-
-def variants() -> list[str]:
-    return list(VARIANTS)

@@ -122,10 +122,6 @@ class Planner:
         """Return the number of processes along these axes."""
         return math.prod(self.fixed_axes(overrides).values())
 
-    def recorded_replicas(self, replicas: int, overrides: Overrides) -> int:
-        """Return the number of replicas in the recorded job that represents one of ``replicas``."""
-        return min(replicas, _MAX_REPLICAS) if getattr(self.settings(*overrides).step, "shard", "none") == "none" else replicas
-
     @property
     def ways(self) -> list[int]:
         """The default numbers of ways to split a sample along the axis ``split_axis``."""
@@ -198,7 +194,8 @@ class Planner:
 
     def _mean_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides) -> Fit:
         micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
-        recorded, processes = self.recorded_replicas(replicas, overrides), ways * self.fixed_processes(overrides)
+        shard, processes = getattr(self.settings(*overrides).step, "shard", "none"), ways * self.fixed_processes(overrides)
+        recorded = min(replicas, _MAX_REPLICAS) if shard == "none" else replicas
         total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
         # Two micro-batches widen the gradient buckets, and change nothing else.
         micro_batches = 2 if per_replica > micro_batch or replicas > MAX_BF16_RANKS else 1

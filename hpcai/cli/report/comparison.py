@@ -175,12 +175,6 @@ def _mean_and_deviation(column: Column, runs: Sequence[RunRecord]) -> str:
     return f"{column.format(mean(values))} ± {column.format(stdev(values))}{count_text}"
 
 
-def _differences(comparison: Comparison) -> str:
-    rows = [[name, *values] for name, values in comparison.differing_settings().items()]
-    same = "<p>Nothing: settings, versions and processes are the same.</p>"
-    return card("What differs", table(("", *comparison.runs), rows, "numbers") if rows else same)
-
-
 # ---- Curves ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -234,5 +228,8 @@ def _format_axes(axes: Axes, label: str, theme: Theme, comparison: Comparison, n
 def render_page(comparison: Comparison, columns: Sequence[Column], images: Images) -> str:
     title = f"{len(comparison.runs)} runs of {', '.join(comparison.apps)}"
     header = f'<header><h1>{escape(title)}</h1></header><div class="faint">{escape(str(comparison.folder))}</div>'
-    cards = [_results(comparison, columns), _seeds(comparison, columns), _differences(comparison)]
+    differing = [[name, *values] for name, values in comparison.differing_settings().items()]
+    same = "<p>Nothing: settings, versions and processes are the same.</p>"
+    differences = card("What differs", table(("", *comparison.runs), differing, "numbers") if differing else same)
+    cards = [_results(comparison, columns), _seeds(comparison, columns), differences]
     return html_page(title, [header, *cards, figure_cards(images), left_out_card(comparison.left_out)])

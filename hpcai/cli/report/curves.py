@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report.run import RunRecord, metric_stem
-from hpcai.cli.report.theme import MARKS, Plot, Theme, escape_mathtext
+from hpcai.cli.report.theme import MARKS, PALETTE, Plot, Theme, escape_mathtext
 from hpcai.log import format_number
 
 LINES = (  # metrics of the training's reports
@@ -98,7 +98,7 @@ def _draw_metric(run: RunRecord, name: str, members: Sequence[str], theme: Theme
 
 def _colors(run: RunRecord, name: str, members: Sequence[str], theme: Theme) -> Iterator[tuple[str, str]]:
     """Yield colour and marker of each part; a class has the same as in the picture of the run's app."""
-    styles = zip(cycle(run.palette), cycle(MARKS))
+    styles = zip(cycle(getattr(run.picture, "PALETTE", PALETTE)), cycle(MARKS))
     classes = [f"{metric_stem(name)}_{class_name.replace(' ', '_')}" for class_name in run.classes]
     styles_of_class = dict(zip(classes[1:], styles)) | dict.fromkeys(classes[:1], (theme.faint, "o"))
     return (styles_of_class[member] if member in styles_of_class else next(styles) for member in members)

@@ -12,7 +12,6 @@ import yaml
 from hpcai import config
 from hpcai.cli import apps
 from hpcai.cli.report.picture import Picture, Table
-from hpcai.cli.report.theme import PALETTE
 from hpcai.errors import DataError
 from hpcai.json_file import read_regular
 from hpcai.log import METRICS, read_metrics, select_metrics
@@ -95,10 +94,6 @@ class RunRecord:
         classes_of = getattr(self.picture, "classes", None) if self.predictions is not None else None
         names = classes_of(self.predictions) if classes_of else self.setting("model.classes")
         return [str(name) for name in names] if isinstance(names, Sequence) else []
-
-    @property
-    def palette(self) -> Sequence[str]:
-        return getattr(self.picture, "PALETTE", PALETTE)
 
     def best(self, name: str) -> tuple[int, float] | None:
         """Return step and value of the best evaluation, or None if no value is finite."""

@@ -47,9 +47,7 @@ class DiffusersClass(NamedTuple):
     to_config: Callable[[Any], dict[str, Any] | None]
     """settings -> config.json, or None if they do not belong to this class"""
     from_names: Callable[[State], State]
-    """weights by names of diffusers -> by our names"""
-    to_names: Callable[[Mapping[str, Tensor]], State] = dict
-    """the inverse"""
+    """weights by names of diffusers -> by our names, which diffusers reads too"""
 
 
 def read_folder(path: str | Path) -> tuple[Settings, State]:
@@ -123,7 +121,7 @@ def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, 
         raise CheckpointError(f"{folder}: diffusers has no class for these settings of a {type(cfg).__name__}: {_reason(cfg)}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_sharded(kind.to_names(state), folder, FILE, shard)
+    save_sharded(dict(state), folder, FILE, shard)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 

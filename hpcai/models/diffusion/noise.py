@@ -14,6 +14,7 @@ Float32 and float64 numbers of one use share random bits: draw each use in one d
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -34,26 +35,6 @@ _BLOCKS, _USES, _INDICES, _EPOCHS = 42, 19, 40, 23  # bits
 Box = tuple[slice, ...]
 
 
-def normals(
-    seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *, box: Box | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
-    """Return standard normal numbers on the device of ``index``.   [B, *size], or [B, *box]
-
-    index [B] from 0 to 2^40 - 1; epoch [B] or one for all, to 2^23 - 1; ``size`` of a full sample. ``box``: return only these
-    slices of the full result, of step 1, for all or the first dims. bfloat16 and float16 are rounded float32 numbers. Raises
-    ConfigError for a seed, use, epoch, size or box out of bounds."""
-    return _draw(philox.normal, seed, use, index, epoch, size, box, dtype)
-
-
-def uniforms(
-    seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *, box: Box | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
-    """Return uniform numbers in [0, 1), with the arguments of ``normals``.   [B, *size], or [B, *box]"""
-    return _draw(philox.uniform, seed, use, index, epoch, size, box, dtype)
-
-
 def philox_key(seed: int) -> int:
     """Return the key of a seed, a different one for each of 2^64 seeds."""
     if not 0 <= seed < 1 << 64:
@@ -62,9 +43,14 @@ def philox_key(seed: int) -> int:
 
 
 def _draw(
-    draw: Callable[..., Tensor], seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int], box: Box | None,
-    dtype: torch.dtype,
+    draw: Callable[..., Tensor], seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *,
+    box: Box | None = None, dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
+    """Return random numbers on the device of ``index``.   [B, *size], or [B, *box]
+
+    index [B] from 0 to 2^40 - 1; epoch [B] or one for all, to 2^23 - 1; ``size`` of a full sample. ``box``: return only these
+    slices of the full result, of step 1, for all or the first dims. bfloat16 and float16 are rounded float32 numbers. Raises
+    ConfigError for a seed, use, epoch, size or box out of bounds."""
     if index.ndim != 1 or (isinstance(epoch, Tensor) and epoch.shape not in ((), index.shape)):
         shape = list(epoch.shape) if isinstance(epoch, Tensor) else epoch
         raise ConfigError(f"noise: index is {list(index.shape)} and epoch {shape}; expected [B], and [B] or one number")
@@ -73,7 +59,11 @@ def _draw(
     shift = _BLOCKS + (1 if dtype == torch.float64 else 2)
     if prod(size) > 1 << shift:
         raise ConfigError(f"noise: a sample of {list(size)} has more than 2^{shift} elements")
-    ranges = _ranges(tuple(size), box or ())
+    box = box or ()
+    slices = [dim.indices(n) for dim, n in zip(box, size)]
+    if len(box) > len(size) or any(step != 1 or stop < start for start, stop, step in slices):
+        raise ConfigError(f"noise: box {box} of a sample of {list(size)}; expected slices of step 1, one for each dim at most")
+    ranges = [(start, stop) for start, stop, _ in slices] + [(0, n) for n in size[len(box) :]]
     starts, count = _runs(tuple(size), ranges, index.device)
     first = (starts + (use << shift)).expand(len(index), -1)
     high: Any = (epoch.long() if isinstance(epoch, Tensor) else epoch) << _INDICES
@@ -82,12 +72,8 @@ def _draw(
     return numbers.view(len(index), *(stop - start for start, stop in ranges))
 
 
-def _ranges(size: tuple[int, ...], box: Box) -> list[tuple[int, int]]:
-    """Return (start, stop) of each dim."""
-    slices = [dim.indices(n) for dim, n in zip(box, size)]
-    if len(box) > len(size) or any(step != 1 or stop < start for start, stop, step in slices):
-        raise ConfigError(f"noise: box {box} of a sample of {list(size)}; expected slices of step 1, one for each dim at most")
-    return [(start, stop) for start, stop, _ in slices] + [(0, n) for n in size[len(box) :]]
+normals, uniforms = partial(_draw, philox.normal), partial(_draw, philox.uniform)
+"""Standard normal numbers, and uniform numbers in [0, 1), with the arguments of ``_draw`` after the first."""
 
 
 def _runs(size: tuple[int, ...], ranges: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, int]:

@@ -60,12 +60,9 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """The protein chains of a file, by the authors' names, and its metadata."""
+    """The protein chains of a file, by the authors' names."""
 
     chains: dict[str, Chain]
-    resolution: float | None
-    release: date | None
-    method: str
 
 
 @dataclass(slots=True)
@@ -119,7 +116,7 @@ def read_mmcif(path: Path, chain: str | None = None) -> Entry:
         author: _build_chain(f"{stem}_{author}", polymers[label], tables["_atom_site."], rows[label], metadata, path)
         for author, label in labels.items() if chain in (None, author)
     }  # fmt: skip
-    return Entry(chains, *metadata)
+    return Entry(chains)
 
 
 def _read_categories(block: Any) -> dict[str, dict[str, list[Any]]]:

@@ -73,6 +73,7 @@ class UNet3D(PretrainedMixin):
     """
 
     package = __package__
+    to_layout = staticmethod(channels_last)
 
     def __init__(self, cfg: UNet3DConfig | None = None) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class UNet3D(PretrainedMixin):
 
     def forward(self, x: Tensor) -> Tensor:
         # oneDNN and, in bf16, cuDNN reorder contiguous volumes before each convolution; norms read channels contiguously.
-        x = self.input_block(channels_last(self.check_divisible(x)))
+        x = self.input_block(self.to_layout(self.check_divisible(x)))
         skips = [x]
         for down in self.downsample:
             skips.append(x := down(x))
