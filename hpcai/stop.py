@@ -79,8 +79,7 @@ def on_signal(callback: Callable[[str], object]) -> Iterator[None]:
     finally:
         nested = before[signal.SIGTERM] is _exit
         for number, handler in before.items():
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(number, (lambda number, frame: None) if nested else handler)
+            _set_handler((lambda number, frame: None) if nested else handler, (number,))  # type: ignore[arg-type]
 
 
 @contextmanager
