@@ -141,14 +141,6 @@ def _expand_range(numbers: str) -> list[str]:
     return items
 
 
-def _tasks_per_node(counts: str) -> list[int]:
-    """Parse ``4(x2),3``: four tasks on each of two nodes, three on the third."""
-    tasks: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
-        tasks += [int(count)] * int(times or 1)
-    return tasks
-
-
 def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     in_step = step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
@@ -171,9 +163,10 @@ def _read_int(environ: Mapping[str, str], names: str, launcher: str) -> int | No
         if not value:
             continue
         if name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-            counts, node = _tasks_per_node(value), int(environ.get("SLURM_NODEID", "0"))
-            if node < len(counts):
-                return counts[node]
+            node = int(environ.get("SLURM_NODEID", "0"))
+            for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", value):  # 4(x2),3: 4 on each of two nodes, 3 on the third
+                if (node := node - int(nodes or 1)) < 0:
+                    return int(count)
         elif value.isdigit():
             return int(value)
         else:

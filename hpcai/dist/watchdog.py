@@ -516,16 +516,8 @@ def _send(write: Callable[[bytes], object], **message: Any) -> None:
 
 
 def _read_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    rest = b""
-    while True:
-        try:
-            data = connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            return
-        *lines, rest = (rest + data).split(b"\n")
-        yield from map(json.loads, lines)
+    with suppress(OSError), connection.makefile("rb") as lines:
+        yield from (json.loads(line) for line in lines if line.endswith(b"\n"))  # the last one may be incomplete
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -89,10 +89,10 @@ class Run:
                     self.checkpoints.open_directory()
                 self.write_file("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
                 self.flight_recorder.arm()
-            except (OSError, CheckpointError) as error:
+            except OSError as error:
+                problem = f"{error.filename or self.directory}: {error.strerror}; choose another report.directory"
+            except CheckpointError as error:
                 problem = str(error)
-                if isinstance(error, OSError):
-                    problem = f"{error.filename or self.directory}: {error.strerror}; choose another report.directory"
         if problem := broadcast_object(problem, self.mesh.peers):
             raise CheckpointError(problem)
         self.flight_recorder.arm()
