@@ -356,6 +356,13 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
 
 
+def format_reason(fields: Mapping[str, Any]) -> str:
+    """Describe why a run stopped, by the fields of its `stop` event."""
+    reason = str(fields.get("reason"))
+    text = {"target": "target reached", "signal": "stopped by a signal"}.get(reason, reason)
+    return text + (", target reached" if fields.get("target_reached") and reason != "target" else "")
+
+
 _NOT_METRICS = {"step", "epoch", "samples", "seconds", "samples_per_second", "lr"}
 
 
@@ -485,9 +492,7 @@ class Terminal:
 
     def _stop(self, event: Event) -> str:
         get = event.fields.get
-        reasons = {"finished": "finished", "target": "target reached", "signal": "stopped by a signal", "diverged": "diverged"}
-        reached = ", target reached" if get("target_reached") and get("reason") != "target" else ""
-        return (f"{reasons.get(str(get('reason')), get('reason'))}{reached} at {self._format_step(event.fields)} after "
+        return (f"{format_reason(event.fields)} at {self._format_step(event.fields)} after "
                 f"{format_duration(get('seconds') or 0)}, {get('samples') or 0:,} samples")
 
 
