@@ -34,11 +34,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, TextIO
 
 from hpcai import startup
 from hpcai.errors import ConfigError, DataError, MissingExtraError, escape_controls
@@ -109,7 +108,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Reports:
+class Reports(AbstractContextManager["Reports"]):
     """The sinks of a run, to which its events are emitted; none on ranks other than the first."""
 
     def __init__(self, sinks: Sequence[Sink] = (), directory: Path | None = None) -> None:
@@ -137,10 +136,7 @@ class Reports:
                 self._failed.add(id(sink))
                 logger.warning("%s cannot write (%s); the run continues without these events", type(sink).__name__, error)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

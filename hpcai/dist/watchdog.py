@@ -176,9 +176,7 @@ class Watchdog:
 
     def _boundary(self, number: int) -> StepBoundary:
         with self._lock:
-            if number not in self._boundaries:
-                self._boundaries[number] = StepBoundary(partial(self._send, boundary=number), alone=False)
-            return self._boundaries[number]
+            return self._boundaries.setdefault(number, StepBoundary(partial(self._send, boundary=number), alone=False))
 
     def _listen(self) -> None:
         for message in _read_messages(self._connection):
