@@ -170,8 +170,7 @@ def _hpcai_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Itera
 def _torch_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     generator = torch.Generator().manual_seed(0)
-    loader = DataLoader(_H5pyDataset(folder), 1, shuffle=True, num_workers=threads, generator=generator)
-    yield loader
+    yield DataLoader(_H5pyDataset(folder), 1, shuffle=True, num_workers=threads, generator=generator)
 
 
 @contextmanager
