@@ -108,10 +108,8 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     launcher = matching[0]
     if launcher.needs_step and _in_interactive_shell(environ):
         return INTERACTIVE_SHELL
-    rank = _read_int(environ, launcher.rank, launcher.name)
-    world = _read_int(environ, launcher.world, launcher.name)
-    local_rank = _read_int(environ, launcher.local_rank, launcher.name)
-    local_world = _read_int(environ, launcher.local_world, launcher.name)
+    variables = launcher.rank, launcher.world, launcher.local_rank, launcher.local_world
+    rank, world, local_rank, local_world = (_read_int(environ, names, launcher.name) for names in variables)
     assert rank is not None  # otherwise the launcher would not match
     if not launcher.mpi:
         for value, names in ((world, launcher.world), (local_rank, launcher.local_rank)):

@@ -417,9 +417,8 @@ def query_status(timeout: float) -> dict[int, RankStatus]:
     A rank answers while it waits in a collective. It does not answer within ``timeout`` seconds if its process is stopped, or if
     a long C call holds its interpreter lock.
     """
-    for hub in (watchdog.hub for watchdog in _active):
-        if hub is not None:
-            return asyncio.run_coroutine_threadsafe(hub.query_status(timeout), hub.loop).result(2 * timeout)
+    for hub in [watchdog.hub for watchdog in _active if watchdog.hub is not None]:
+        return asyncio.run_coroutine_threadsafe(hub.query_status(timeout), hub.loop).result(2 * timeout)
     return {}
 
 
