@@ -34,11 +34,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, Self, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, TextIO
 
 from hpcai import startup
 from hpcai.errors import ConfigError, DataError, MissingExtraError, escape_controls
@@ -110,7 +109,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Reports:
+class Reports(AbstractContextManager["Reports"]):
     """The sinks of a run, to which its events are emitted; none on ranks other than the first."""
 
     def __init__(self, sinks: Sequence[Sink] = (), directory: Path | None = None) -> None:
@@ -138,10 +137,7 @@ class Reports:
                 self._failed.add(id(sink))
                 logger.warning("%s cannot write (%s); the run continues without these events", type(sink).__name__, error)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -357,6 +353,13 @@ def format_rate(rate: float) -> str:
     return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
 
 
+def format_reason(fields: Mapping[str, Any]) -> str:
+    """Describe why a run stopped, by the fields of its `stop` event."""
+    reason = str(fields.get("reason"))
+    text = {"target": "target reached", "signal": "stopped by a signal"}.get(reason, reason)
+    return text + (", target reached" if fields.get("target_reached") and reason != "target" else "")
+
+
 _NOT_METRICS = {"step", "epoch", "samples", "seconds", "samples_per_second", "lr"}
 
 
@@ -486,9 +489,7 @@ class Terminal:
 
     def _stop(self, event: Event) -> str:
         get = event.fields.get
-        reasons = {"finished": "finished", "target": "target reached", "signal": "stopped by a signal", "diverged": "diverged"}
-        reached = ", target reached" if get("target_reached") and get("reason") != "target" else ""
-        return (f"{reasons.get(str(get('reason')), get('reason'))}{reached} at {self._format_step(event.fields)} after "
+        return (f"{format_reason(event.fields)} at {self._format_step(event.fields)} after "
                 f"{format_duration(get('seconds') or 0)}, {get('samples') or 0:,} samples")
 
 

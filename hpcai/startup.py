@@ -31,11 +31,10 @@ class _Clock:
         self.part: Part = "imports"
         self.start = time.perf_counter() - age
 
-    def begin(self, part: Part) -> Part:
+    def begin(self, part: Part) -> None:
         now = time.perf_counter()
         self.parts[self.part] = self.parts.get(self.part, 0.0) + now - self.start
-        before, self.part, self.start = self.part, part, now
-        return before
+        self.part, self.start = part, now
 
 
 _clock: _Clock | None = None
@@ -79,10 +78,8 @@ def begin(part: Part) -> None:
 @contextmanager
 def during(part: Part) -> Iterator[None]:
     """Context manager for ``part``; afterwards the previous part continues."""
-    if _clock is None:
-        yield
-        return
-    before = _clock.begin(part)
+    before = part if _clock is None else _clock.part
+    begin(part)
     try:
         yield
     finally:

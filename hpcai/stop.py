@@ -13,11 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import TypeVar
 
 Result = TypeVar("Result")
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 REQUEUE = 85
 """Exit code of a run that was stopped by a signal, has saved its state and should be restarted."""
@@ -25,7 +26,7 @@ REQUEUE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-def _set_handler(handler: Callable[[int, FrameType | None], object] | signal.Handlers, numbers: Sequence[int] = SIGNALS) -> None:
+def _set_handler(handler: Handler, numbers: Sequence[int] = SIGNALS) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
@@ -68,35 +69,31 @@ def exit_on_signal() -> Iterator[None]:
 
 
 @contextmanager
-def on_signal(callback: Callable[[str], object]) -> Iterator[None]:
-    """Context manager that calls ``callback`` with the name of a signal. Afterwards signals are ignored within ``exit_on_signal``;
-    otherwise, as in a notebook, the previous handlers are restored.
-    """
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    _set_handler(lambda number, frame: callback(signal.Signals(number).name))
+def _handled_by(handler: Handler, numbers: Sequence[int], afterwards: Handler | None = None) -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in numbers}
+    _set_handler(handler, numbers)
     try:
         yield
     finally:
-        nested = before[signal.SIGTERM] is _exit
-        for number, handler in before.items():
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(number, (lambda number, frame: None) if nested else handler)
+        for number, previous in before.items():
+            _set_handler(afterwards or previous, (number,))  # type: ignore[arg-type]
 
 
-@contextmanager
-def interrupt_on_signal() -> Iterator[None]:
+def on_signal(callback: Callable[[str], object]) -> AbstractContextManager[None]:
+    """Context manager that calls ``callback`` with the name of a signal. Afterwards signals are ignored within ``exit_on_signal``;
+    otherwise, as in a notebook, the previous handlers are restored.
+    """
+    afterwards = (lambda number, frame: None) if is_starting() else None
+    return _handled_by(lambda number, frame: callback(signal.Signals(number).name), SIGNALS, afterwards)
+
+
+def interrupt_on_signal() -> AbstractContextManager[None]:
     """Context manager in which SIGTERM and SIGHUP raise KeyboardInterrupt, with their number."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    _set_handler(interrupt, tuple(before))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            _set_handler(handler, (number,))  # type: ignore[arg-type]
+    return _handled_by(interrupt, (signal.SIGTERM, signal.SIGHUP))
 
 
 @contextmanager

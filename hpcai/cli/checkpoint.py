@@ -20,9 +20,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if (args.file is None) != (args.action == "show"):
         parser.error("export takes a FILE to write, and show takes none")
-    if args.file is not None:
-        return export_weights(args.folder, args.file)
-    return show(args.folder)
+    return show(args.folder) if args.action == "show" else export_weights(args.folder, args.file)
 
 
 def _find_checkpoints(folder: Path) -> list[Path]:

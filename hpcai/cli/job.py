@@ -30,7 +30,7 @@ from typing import Any
 
 import pydantic
 
-from hpcai.cli import apps
+from hpcai.cli import apps, make_parser
 from hpcai.cli.script import Site, assign, find_site, list_sites, render
 from hpcai.config import load
 from hpcai.errors import ConfigError, HpcaiError, MeshError
@@ -99,8 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="hpcai job", description=__doc__, formatter_class=formatter)
+    parser = make_parser("job", __doc__)
     add = parser.add_argument
     add("app", metavar="APP", help="a folder of apps/")
     add("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the run")

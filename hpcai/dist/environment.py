@@ -108,10 +108,8 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     launcher = matching[0]
     if launcher.needs_step and _in_interactive_shell(environ):
         return INTERACTIVE_SHELL
-    rank = _read_int(environ, launcher.rank, launcher.name)
-    world = _read_int(environ, launcher.world, launcher.name)
-    local_rank = _read_int(environ, launcher.local_rank, launcher.name)
-    local_world = _read_int(environ, launcher.local_world, launcher.name)
+    variables = launcher.rank, launcher.world, launcher.local_rank, launcher.local_world
+    rank, world, local_rank, local_world = (_read_int(environ, names, launcher.name) for names in variables)
     assert rank is not None  # otherwise the launcher would not match
     if not launcher.mpi:
         for value, names in ((world, launcher.world), (local_rank, launcher.local_rank)):
@@ -141,14 +139,6 @@ def _expand_range(numbers: str) -> list[str]:
     return items
 
 
-def _tasks_per_node(counts: str) -> list[int]:
-    """Parse ``4(x2),3``: four tasks on each of two nodes, three on the third."""
-    tasks: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
-        tasks += [int(count)] * int(times or 1)
-    return tasks
-
-
 def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     in_step = step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
@@ -171,9 +161,10 @@ def _read_int(environ: Mapping[str, str], names: str, launcher: str) -> int | No
         if not value:
             continue
         if name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-            counts, node = _tasks_per_node(value), int(environ.get("SLURM_NODEID", "0"))
-            if node < len(counts):
-                return counts[node]
+            node = int(environ.get("SLURM_NODEID", "0"))
+            for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", value):  # 4(x2),3: 4 on each of two nodes, 3 on the third
+                if (node := node - int(nodes or 1)) < 0:
+                    return int(count)
         elif value.isdigit():
             return int(value)
         else:

@@ -175,9 +175,7 @@ class GpuCounters:
         self._handle: Any = None
         self._joules = 0.0  # integral of the power, if the GPU has no energy counter
         self._last_power: tuple[float, float] | None = None
-        if device.type != "cuda":
-            return
-        with suppress(Exception):  # without package, driver or permission a run goes on without these numbers
+        with suppress(Exception):  # without GPU, package, driver or permission a run goes on without these numbers
             self._nvml, self._handle, _ = open_nvml(device)
         self._start_energy = self._read_meter()
         self.read()
@@ -205,8 +203,7 @@ class GpuCounters:
         return {name: float(value) for name, value in counters.items() if value is not None}
 
     def _read_meter(self) -> float | None:
-        gpu = self._handle
-        return None if gpu is None else _try_read(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3)
+        return _try_read(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3)
 
     def _energy(self, power: float | None) -> float | None:
         meter = self._read_meter()

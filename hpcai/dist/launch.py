@@ -295,10 +295,8 @@ def _claim_gpu(device: torch.device, info: RankInfo, store: torch_dist.Store) ->
 def _tune_host(device: torch.device, info: RankInfo) -> None:
     if device.type == "cpu":
         retain_freed_memory()
-    elif os.environ.get("HPCAI_BIND") != "0":
-        result = bind_to_numa_node(device, info.local_world or 1)
-        if result:
-            logger.info("rank %d: %s", info.rank, result)
+    elif os.environ.get("HPCAI_BIND") != "0" and (result := bind_to_numa_node(device, info.local_world or 1)):
+        logger.info("rank %d: %s", info.rank, result)
 
 
 def explain_missing_gpu(device: torch.device) -> str | None:

@@ -207,13 +207,11 @@ class Mesh:
         if within in (1, axis.size):
             single = Axis(f"{name} alone", parent=name)
             return (axis, single) if within == 1 else (single, axis)
-        between, inner = f"{name} between {within}s", f"{name} within {within}s"
-        if between not in self._axes_by_label:
-            divides = axis.dimension is not None and axis.size % within == 0  # always, on training ranks
-            ranks, offset, first = axis.dimension.ranks if axis.dimension else (), axis.rank % within, axis.rank // within * within
-            self._axis_over(between, ranks[offset::within] if divides else [self._job_rank], parent=name)
-            self._axis_over(inner, ranks[first : first + within] if divides else [self._job_rank], parent=name)
-        return self._axes_by_label[between], self._axes_by_label[inner]
+        divides = axis.dimension is not None and axis.size % within == 0  # always, on training ranks
+        ranks, offset, first = axis.dimension.ranks if axis.dimension else (), axis.rank % within, axis.rank // within * within
+        outer, inner = (ranks[offset::within], ranks[first : first + within]) if divides else ([self._job_rank], [self._job_rank])
+        between = self._axis_over(f"{name} between {within}s", outer, parent=name)
+        return between, self._axis_over(f"{name} within {within}s", inner, parent=name)
 
     def subset(self, name: str, ranks: Sequence[int]) -> Axis:
         """Return an axis of some ``ranks`` of the axis ``name``, its ``parent``; on other ranks one of size 1."""
@@ -267,8 +265,6 @@ class Mesh:
         return self._axes_by_label.get(label) or self._axis_over(label, job_ranks, purpose, **_LONG_TIMEOUT).init_group()
 
     def _separate_axis(self, name: str, label: str) -> Axis:
-        if label in self._axes_by_label:
-            return self._axes_by_label[label]
         axis = self._axes_by_label[name]
         return self._axis_over(
             label, axis.dimension.ranks if axis.dimension else [self._job_rank], label, axis.parent, backend="gloo"

@@ -176,9 +176,7 @@ class Watchdog:
 
     def _boundary(self, number: int) -> StepBoundary:
         with self._lock:
-            if number not in self._boundaries:
-                self._boundaries[number] = StepBoundary(partial(self._send, boundary=number), alone=False)
-            return self._boundaries[number]
+            return self._boundaries.setdefault(number, StepBoundary(partial(self._send, boundary=number), alone=False))
 
     def _listen(self) -> None:
         for message in _read_messages(self._connection):
@@ -419,9 +417,8 @@ def query_status(timeout: float) -> dict[int, RankStatus]:
     A rank answers while it waits in a collective. It does not answer within ``timeout`` seconds if its process is stopped, or if
     a long C call holds its interpreter lock.
     """
-    for hub in (watchdog.hub for watchdog in _active):
-        if hub is not None:
-            return asyncio.run_coroutine_threadsafe(hub.query_status(timeout), hub.loop).result(2 * timeout)
+    for hub in [watchdog.hub for watchdog in _active if watchdog.hub is not None]:
+        return asyncio.run_coroutine_threadsafe(hub.query_status(timeout), hub.loop).result(2 * timeout)
     return {}
 
 
@@ -516,16 +513,8 @@ def _send(write: Callable[[bytes], object], **message: Any) -> None:
 
 
 def _read_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    rest = b""
-    while True:
-        try:
-            data = connection.recv(65536)
-        except OSError:
-            data = b""
-        if not data:
-            return
-        *lines, rest = (rest + data).split(b"\n")
-        yield from map(json.loads, lines)
+    with suppress(OSError), connection.makefile("rb") as lines:
+        yield from (json.loads(line) for line in lines if line.endswith(b"\n"))  # the last one may be incomplete
 
 
 def _keep_alive(connection: socket.socket) -> None:

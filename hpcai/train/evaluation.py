@@ -175,11 +175,10 @@ class BackgroundEvaluation(InlineEvaluation):
         raise NotImplementedError
 
     def results(self, wait: bool = False) -> list[Evaluation]:
-        done, self._done = self._done, []
         count = len(self._futures)
         if not wait and count:
             count = self._agree_count(sum(future.done() for _, future in self._futures))
-        return done + self._take(count)
+        return super().results() + self._take(count)
 
     def _take(self, count: int) -> list[Evaluation]:
         taken, self._futures = self._futures[:count], self._futures[count:]
@@ -231,11 +230,9 @@ class DedicatedRanksEvaluation(BackgroundEvaluation):
         return broadcast_object(count, self.step.mesh.peers)
 
     def _take(self, count: int) -> list[Evaluation]:
-        taken, self._futures = self._futures[:count], self._futures[count:]
-        with pause_watchdog(), waiting_at("an evaluation", is_work=True):
-            local = [future.result() for _, future in taken]
-        results = broadcast_object(local, self.step.mesh.peers) if taken else []  # only the first replica has results
-        return [Evaluation(position, *result) for (position, _), result in zip(taken, results)]
+        with pause_watchdog():
+            taken = super()._take(count)
+        return broadcast_object(taken, self.step.mesh.peers) if taken else []  # only the first replica has results
 
     def close(self, reason: str) -> None:
         for _, future in self._futures:  # their results are dropped, but they end before the end is sent

@@ -22,6 +22,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,9 @@ class FlightRecorder(logging.Handler):
     def record(self, error: BaseException) -> None:
         """Dump a bundle for an exception that ends the run."""
         step = error.step if isinstance(error, DivergedError) else None
-        self.dump("nan" if step else "crash", step, error)
+        self.dump("nan" if step else "crash", step=step, error=error)
 
-    def dump(self, kind: str, step: int | None = None, error: BaseException | None = None, reason: str = "") -> None:
+    def dump(self, kind: str, reason: str = "", step: int | None = None, error: BaseException | None = None) -> None:
         """Dump the state of this rank, once. It takes ten seconds at most and raises nothing, so that the original error is not
         lost."""
         if not self._armed or not self._dump_lock.acquire(blocking=False):
@@ -149,11 +150,7 @@ class FlightRecorder(logging.Handler):
         state before it is ended."""
         if describe is not None:
             self.describe = describe
-
-        def stopped(reason: str) -> None:
-            self.dump("stopped", reason=reason)
-
-        done, thread = threading.Event(), None
+        stopped, done, thread = partial(self.dump, "stopped"), threading.Event(), None
         watchdog.on_abort.append(stopped)
         if timeout is not None and self.settings:  # not in a notebook
             thread = threading.Thread(target=self._watch, args=(timeout, done), name="hpcai-watchdog", daemon=True)

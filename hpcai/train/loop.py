@@ -174,10 +174,9 @@ class _Training:
         except BaseException as problem:
             if self.checkpoints is not None:
                 self.checkpoints.wait_local()
-            if not isinstance(problem, DivergedError):
-                raise
-            where = self._position()
-            self.reports.emit("stop", **where, reason="diverged", seconds=self.progress.seconds, target_reached=False)
+            if isinstance(problem, DivergedError):
+                where, seconds = self._position(), self.progress.seconds
+                self.reports.emit("stop", **where, reason="diverged", seconds=seconds, target_reached=False)
             raise
 
     def _epochs(self, signals: StopSignals) -> str:

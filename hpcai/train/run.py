@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -53,24 +54,23 @@ class Result:
         return iter(self.reports)
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """Reports and checkpoints of a run with the settings ``cfg``, which has ``report`` and ``checkpoint`` sections. Without
     settings, or with ``report.directory: null``, nothing is written. ``benchmark``: the entries of its MLPerf log. As a context
     manager it closes the sinks on exit."""
 
     def __init__(self, name: str, cfg: Any, mesh: Mesh, benchmark: Benchmark | None = None) -> None:
-        if cfg is not None:  # a notebook has logging of its own
-            log.setup(mesh.job.rank, mesh.job.size)
-        self.name, self.mesh = name, mesh
-        self.settings: dict[str, Any] = cfg.model_dump(mode="json") if cfg is not None else {}
-        self.directory: Path | None = cfg.report.directory if cfg is not None else None
+        self.name, self.mesh, self._cfg = name, mesh, cfg
+        self.settings: dict[str, Any] = {}
+        self.directory: Path | None = None
         self.reports = log.Reports()
         if cfg is not None:
+            log.setup(mesh.job.rank, mesh.job.size)  # a notebook has logging of its own
+            self.settings, self.directory = cfg.model_dump(mode="json"), cfg.report.directory
             mlperf = None if benchmark is None else lambda path, echo: MlperfLog(path, benchmark, echo)
             self.reports = log.open_reports(self.directory, cfg.report.sinks, mesh.is_first, mlperf)
         self.checkpoints: Checkpoints | None = None
         self.flight_recorder = FlightRecorder(name, self.directory, self.settings, mesh)
-        self._cfg = cfg
         self._owner: IO[str] | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(self.directory / "checkpoints", cfg.checkpoint, mesh, self.settings, schema=type(cfg))
@@ -89,10 +89,10 @@ class Run:
                     self.checkpoints.open_directory()
                 self.write_file("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
                 self.flight_recorder.arm()
-            except (OSError, CheckpointError) as error:
+            except OSError as error:
+                problem = f"{error.filename or self.directory}: {error.strerror}; choose another report.directory"
+            except CheckpointError as error:
                 problem = str(error)
-                if isinstance(error, OSError):
-                    problem = f"{error.filename or self.directory}: {error.strerror}; choose another report.directory"
         if problem := broadcast_object(problem, self.mesh.peers):
             raise CheckpointError(problem)
         self.flight_recorder.arm()
@@ -127,9 +127,6 @@ class Run:
                 self.write_file(name, write)
         if function is not None and batches is not None:
             save_rows(predict(step, function, batches))
-
-    def __enter__(self) -> "Run":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if isinstance(error, Exception):

@@ -57,17 +57,12 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _write_volumes(folder: Path, count: int, shape: Shape, dtype: str) -> Iterator[Path]:
     """Yield a temporary folder of ``count`` rows in HDF5 files of up to 16, contiguous and aligned as data_prep writes them."""
-    folder = folder / "volumes"
-    folder.mkdir()
     row = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
-    for first in range(0, count, 16):
-        rows = min(16, count - first)
-        with h5py.File(folder / f"{first:06d}.h5", "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
-            data = file.create_dataset("values", (rows, *shape), dtype)
-            for i in range(rows):
-                data[i] = row
-    yield folder
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        for first in range(0, count, 16):
+            with h5py.File(f"{name}/{first:06d}.h5", "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
+                file.create_dataset("values", (min(16, count - first), *shape), dtype)[:] = row
+        yield Path(name)
 
 
 class _Clock:

@@ -32,6 +32,7 @@ class Deadline:
         self.until = time.monotonic() + seconds
         self._stage, self._number, self._since = "imports", 0, time.monotonic()
         self._cancelled = threading.Event()
+        self.cancel = self._cancelled.set
         threading.Thread(target=self._wait, name="hpcai-deadline", daemon=True).start()
 
     def begin(self, stage: str) -> None:
@@ -44,9 +45,6 @@ class Deadline:
 
     def remaining(self) -> float:
         return max(0.0, self.until - time.monotonic())
-
-    def cancel(self) -> None:
-        self._cancelled.set()
 
     def _wait(self) -> None:
         if self._cancelled.wait(self.remaining() + (_GRACE if self.rank else 0.0)):

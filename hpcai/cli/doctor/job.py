@@ -7,6 +7,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,13 @@ def check_job(args: Namespace, deadline: Deadline, rank_info: RankInfo, imports:
 
     def expired(text: str) -> None:
         storage.delete_files()
-        if rank_info.rank:
-            return
-        report.silent, report.seconds = text, time.monotonic() - started
-        print_report(args, report)
-
-    def clean(reason: str) -> None:
-        storage.delete_files()
+        if rank_info.rank == 0:
+            report.silent, report.seconds = text, time.monotonic() - started
+            print_report(args, report)
 
     deadline.report = expired
     watchdog.set_status(deadline.status)
-    watchdog.on_abort.append(clean)
+    watchdog.on_abort.append(storage.delete_files)
     previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # temporary files are deleted on exit
     deadline.begin("meeting")
     try:
@@ -59,7 +56,7 @@ def check_job(args: Namespace, deadline: Deadline, rank_info: RankInfo, imports:
             return broadcast_object(print_report(args, report) if mesh.is_first else 0, mesh.job)
     finally:
         signal.signal(signal.SIGTERM, previous)
-        watchdog.on_abort.remove(clean)
+        watchdog.on_abort.remove(storage.delete_files)
 
 
 def _fill_report(args: Namespace, deadline: Deadline, rank_info: RankInfo, mesh: Mesh, report: Report) -> None:
@@ -117,14 +114,9 @@ def _measure_storage(
     """Return this rank's view of the folders; the first rank of each node measures the run's and the scratch folder."""
     deadline.begin("folders")
     folder: Path = args.directory
-    if job.rank == 0:
-        with storage.marker_file(folder, token) as problem:
-            broadcast_object(problem, job)
-            _barrier(job, deadline)
-        seen = None if problem else True
-    else:
-        problem = broadcast_object("", job)
-        seen = None if problem else storage.sees_marker(folder, token)
+    with storage.marker_file(folder, token) if job.rank == 0 else nullcontext("") as own_problem:
+        problem = broadcast_object(own_problem, job)
+        seen = None if problem else job.rank == 0 or storage.sees_marker(folder, token)
         _barrier(job, deadline)
     folders, rank = storage.Folders({job.rank: storage.Folder(str(folder), seen=seen)}), job.rank
     is_first, seconds_each = rank in network.first_ranks(nodes), seconds / 4  # two folders, each written and read

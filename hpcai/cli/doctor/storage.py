@@ -22,8 +22,8 @@ temporary_files: set[Path] = set()
 """Files to delete on any exit."""
 
 
-def delete_files() -> None:
-    """Delete the temporary files of this process."""
+def delete_files(reason: str = "") -> None:
+    """Delete the temporary files of this process, for any reason."""
     for path in list(temporary_files):
         with suppress(OSError):
             path.unlink()

@@ -22,7 +22,6 @@ from hpcai.cli import make_parser, tables
 from hpcai.cli.plan.planner import Job, Planner
 from hpcai.plan import machines
 from hpcai.plan.machines import MACHINES, Machine
-from hpcai.stop import ignore_broken_pipe
 
 Row = dict[str, Any]
 
@@ -95,7 +94,7 @@ def check_published(planner: Planner) -> list[Row]:
 
 
 def print_tables(result: Row) -> None:
-    ignore_broken_pipe(lambda: print(*(_check_lines(result) if "check" in result else _job_lines(result)), sep="\n"))
+    print(*(_check_lines(result) if "check" in result else _job_lines(result)), sep="\n")
 
 
 def _check_lines(result: Row) -> Iterator[str]:

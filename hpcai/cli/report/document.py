@@ -11,7 +11,7 @@ import numpy as np
 from hpcai import startup
 from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import Plot
-from hpcai.log import format_bytes, format_duration, format_energy, format_number, format_rate
+from hpcai.log import format_bytes, format_duration, format_energy, format_number, format_rate, format_reason
 
 Images = Mapping[Plot, tuple[bytes, bytes]]               # light and dark PNG of each plot
 
@@ -58,12 +58,7 @@ pre { font-size: 12.5px; line-height: 1.45; overflow-x: auto; margin: 12px 0 0 }
   .tiles { grid-template-columns: repeat(4, 1fr) } .plots { grid-template-columns: 1fr 1fr } .screen { display: none } }
 """
 
-STATES = {
-    "finished": ("finished", "good"),
-    "target": ("target reached", "good"),
-    "signal": ("stopped by a signal", "warn"),
-    "diverged": ("diverged", "bad"),
-}
+STATE_CLASSES = {"finished": "good", "target": "good", "diverged": "bad"}  # others: warn
 
 
 def _date(time: float) -> str:
@@ -91,8 +86,7 @@ def run_state(run: RunRecord) -> tuple[str, str]:
     stop = run.stop
     if not stop:
         return f"still running, last event {_date(run.events[-1]['time'])}", "live"
-    text, mark = STATES.get(str(stop.get("reason")), (str(stop.get("reason")), "warn"))
-    return text + (", target reached" if stop.get("target_reached") and stop.get("reason") != "target" else ""), mark
+    return format_reason(stop), STATE_CLASSES.get(str(stop.get("reason")), "warn")
 
 
 def _header(run: RunRecord) -> str:
