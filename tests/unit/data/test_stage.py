@@ -23,6 +23,7 @@ from hpcai.cli import progress
 from hpcai.data.direct import Reader
 from hpcai.data.stage import Staged, assign_shards, job, plan, stage_in, staged_paths
 from hpcai.errors import DataError
+from tests.reference_data import load_json
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -275,19 +276,9 @@ def test_index_and_files_must_agree(source: Path, target: Path) -> None:
     check_refused(source, target, r"train/a.h5: is missing, index.json has 49,157 bytes \(and 1 more files\)")
 
 
-@pytest.mark.parametrize(
-    "entry, message",
-    [
-        ({"name": "../b.h5", "bytes": 1}, "entry 0: name '../b.h5': .*expected the name of a file in the folder"),
-        ({"name": "/b.h5", "bytes": 1}, "entry 0: name '/b.h5': .*expected the name of a file"),
-        ({"name": 3, "bytes": 1}, "entry 0: name 3: .*string"),
-        ({"name": "a.h5"}, "entry 0: bytes .*required"),
-        ({"name": "a.h5", "bytes": 49157, "sha256": "12"}, "entry 0: sha256 '12': .*pattern"),
-        ("{", "cannot be read as JSON"),
-    ],
-)
-def test_an_invalid_index_is_refused(source: Path, target: Path, entry: Any, message: str) -> None:
-    (source / "train/index.json").write_text(entry if entry == "{" else json.dumps({"files": [entry]}))
+@pytest.mark.parametrize(("content", "message"), load_json("refused/staged_indexes"))
+def test_an_invalid_index_is_refused(source: Path, target: Path, content: str, message: str) -> None:
+    (source / "train/index.json").write_text(content)
     check_refused(source, target, f"train/index.json: {message}")
 
 
