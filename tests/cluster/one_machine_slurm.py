@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+TEMPLATE = Path(__file__).with_name("slurm.conf")
 PACKAGES = "slurm-wlm munge libpmix-dev"
 
 
@@ -40,10 +41,8 @@ class Result:
 class OneMachineSlurm:
     """``with OneMachineSlurm(folder) as slurm: slurm.srun(["-n4", "hostname"])``. Nodes are named n1, n2, ..."""
 
-    def __init__(
-        self, folder: Path, nodes: int = 2, cpus: int = 4, gpus: int = 4, options: Mapping[str, str] | None = None
-    ) -> None:
-        self.folder, self._nodes, self._cpus, self._gpus, self._options = folder, nodes, cpus, gpus, dict(options or {})
+    def __init__(self, folder: Path, nodes: int = 2, cpus: int = 4, gpus: int = 4) -> None:
+        self.folder, self._nodes, self._cpus, self._gpus = folder, nodes, cpus, gpus
         conf = str(folder / "slurm.conf")
         launcher_variables = ("SLURM_", "SBATCH_", "PMI", "OMPI_", "MPI", "PALS_", "MASTER_", "TORCHELASTIC_", "HPCAI_")
         self.env = {name: value for name, value in os.environ.items() if not name.startswith(launcher_variables)}
@@ -114,13 +113,8 @@ class OneMachineSlurm:
         return Result(process.returncode, out, err, time.monotonic() - start)
 
     def _start(self) -> None:
-        for name in (
-            "munge",
-            "state",
-            "log",
-            "dev",
-            *(f"{kind}/n{i + 1}" for kind in ("spool", "tmp") for i in range(self._nodes)),
-        ):
+        of_nodes = [f"{kind}/n{i + 1}" for kind in ("spool", "tmp") for i in range(self._nodes)]
+        for name in ("munge", "state", "log", "dev", *of_nodes):
             (self.folder / name).mkdir(parents=True)
         os.chmod(self.folder, 0o755)
         os.chmod(self.folder / "munge", 0o700)
@@ -146,48 +140,12 @@ class OneMachineSlurm:
     def _write_conf(self) -> None:
         folder, host, ports = self.folder, socket.gethostname().split(".")[0], _free_ports(self._nodes + 1)
         memory = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20 / self._nodes * 0.9)
-        settings = {
-            "ClusterName": "test",
-            # MPICH names its shared memory by the step, and a rank that is killed leaves it to the next step of that name
-            "FirstJobId": random.randrange(1_000, 60_000_000),
-            "SlurmctldHost": f"{host}(127.0.0.1)",
-            "SlurmctldPort": ports[0],
-            "SlurmUser": "root",
-            "SlurmdUser": "root",
-            "AuthType": "auth/munge",
-            "AuthInfo": f"socket={folder}/munge.sock",
-            "CredType": "cred/munge",
-            "StateSaveLocation": f"{folder}/state",
-            "SlurmdSpoolDir": f"{folder}/spool/%n",
-            "TmpFS": f"{folder}/tmp/%n",  # one for each node, or PMIx steps of two nodes collide
-            "SlurmctldPidFile": f"{folder}/slurmctld.pid",
-            "SlurmdPidFile": f"{folder}/slurmd.%n.pid",
-            "SlurmctldLogFile": f"{folder}/log/slurmctld.log",
-            "SlurmdLogFile": f"{folder}/log/slurmd.%n.log",
-            "ProctrackType": "proctrack/linuxproc",
-            "TaskPlugin": "task/none",
-            "JobAcctGatherType": "jobacct_gather/none",
-            "AccountingStorageType": "accounting_storage/none",
-            "MpiDefault": "none",
-            "SelectType": "select/cons_tres",
-            "SelectTypeParameters": "CR_Core",
-            "SchedulerType": "sched/backfill",
-            "SchedulerParameters": "sched_interval=2,bf_interval=2,batch_sched_delay=0,sched_min_interval=0",
-            "SlurmdParameters": "config_overrides",  # more CPUs than the machine has
-            "ReturnToService": 2,
-            "JobRequeue": 1,
-            "KillWait": 5,
-            "CompleteWait": 0,
-            "MinJobAge": 300,
-            "InactiveLimit": 0,
-            "GresTypes": "gpu",
-            **self._options,
-        }
+        # MPICH names its shared memory by the step, and a rank that is killed leaves it to the next step of that name
+        job = random.randrange(1_000, 60_000_000)
+        text = TEMPLATE.read_text().format(folder=folder, host=host, port=ports[0], job=job, nodes=self._nodes)
         node = f"CPUs={self._cpus} RealMemory={memory} State=UNKNOWN NodeHostname={host} NodeAddr=127.0.0.1"
-        lines = [f"{name}={value}" for name, value in settings.items()]
-        lines += [f"NodeName=n{i + 1} Port={ports[i + 1]} Gres=gpu:{self._gpus} {node}" for i in range(self._nodes)]
-        lines += [f"PartitionName=main Nodes=n[1-{self._nodes}] Default=YES MaxTime=INFINITE State=UP"]
-        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+        lines = [f"NodeName=n{i + 1} Port={ports[i + 1]} Gres=gpu:{self._gpus} {node}\n" for i in range(self._nodes)]
+        (folder / "slurm.conf").write_text(text + "".join(lines))
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/dev/gpu[0-{self._gpus - 1}]\n")
         # Slurm 22.05 reads this file whatever the plugins, and else expects cgroups
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n")

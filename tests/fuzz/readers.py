@@ -2,6 +2,7 @@
 
 import copy
 import gzip
+import hashlib
 import io
 import json
 import shutil
@@ -51,6 +52,11 @@ def write_bytes(name: str, data: bytes) -> Callable[[Path], Path]:
     return make
 
 
+def digest(data: bytes) -> dict[str, Any]:
+    """Return the entry of a file's content in an index or manifest."""
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
 # ---- proteins
 
 
@@ -91,8 +97,7 @@ def write_keras(folder: Path) -> Path:
 
 
 def write_alphafold(folder: Path) -> Path:
-    model = OpenFold(OpenFoldConfig.preset("tiny"))
-    model.save(folder / "params.npz", form="alphafold")
+    OpenFold(OpenFoldConfig.preset("tiny")).save(folder / "params.npz", form="alphafold")
     return folder / "params.npz"
 
 
@@ -133,17 +138,10 @@ def write_hdf5_table(folder: Path) -> Path:
     return next(folder.glob("index-*"))
 
 
-def read_table(path: Path) -> None:
-    read_rows(path, TABLE_FIELDS)
-
-
 def read_table_resealed(path: Path) -> None:
     """Recompute the checksum in the index, as in a forged table."""
-    import hashlib
-
-    data = path.read_bytes()
     index = json.loads((path.parent / "index.json").read_text())
-    index["table"] = {"name": path.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    index["table"] = {"name": path.name, **digest(path.read_bytes())}
     (path.parent / "index.json").write_text(json.dumps(index))
     read_table(path)
 
@@ -155,6 +153,9 @@ def read_rows(path: Path, fields: Any = FIELDS) -> None:
             rows.read(row)
     finally:
         rows.close()
+
+
+read_table = partial(read_rows, fields=TABLE_FIELDS)
 
 
 def write_npy(folder: Path) -> Path:
@@ -361,24 +362,19 @@ def resume(path: Path) -> None:
 
 def resume_resealed(path: Path) -> None:
     """Recompute the checksum in the manifest, as in a forged checkpoint."""
-    import hashlib
-
     manifest = path.parent / "manifest.json"
     content = json.loads(manifest.read_text())
-    data = path.read_bytes()
-    content["files"][path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    content["files"][path.name] = digest(path.read_bytes())
     manifest.write_text(json.dumps(content))
     resume(path)
 
 
 def resume_header(path: Path) -> None:
     """Recompute the checksum of the header in the index, too."""
-    import hashlib
-
     index = path.with_name("index.json")
     content, data = json.loads(index.read_text()), path.read_bytes()
     file = content["files"][path.name]
-    file |= {"bytes": len(data), "sha256": hashlib.sha256(data[: file["header"]]).hexdigest()}
+    file |= digest(data[: file["header"]]) | {"bytes": len(data)}
     index.write_text(json.dumps(content))
     resume_resealed(index)
 

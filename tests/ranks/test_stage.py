@@ -4,7 +4,6 @@ Ranks of this machine act as nodes, each with its own folder.
 """
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from tests.ranks.launch import on_ranks
 from tests.ranks.test_launch_mpi import LAUNCHER_VARIABLES, MPICH, ROOT, SOON, mpich, run
+from tests.unit.data.test_stage import read_tree, write_index
 
 BLOCK = 16384
 SIZES = [5 * BLOCK + 1, 20 * BLOCK, 7 * BLOCK - 1, 11 * BLOCK + 4097, 3, 30 * BLOCK]
@@ -40,22 +40,10 @@ def source(tmp_path: Path) -> Path:
     for i, size in enumerate(SIZES):
         (source / f"train/u {i}.h5").write_bytes(np.random.default_rng(i).bytes(size))
         (source / f"validation/u{i}.npy").write_bytes(np.random.default_rng(100 + i).bytes(size // 2))
-    write_index(source)
+    write_index(source / "train")
     (source / "recipe.json").write_text("{}")
     (source / "empty").write_text("")
     return source
-
-
-def write_index(source: Path) -> None:
-    files = [
-        {"name": p.name, "rows": 1, "bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
-        for p in sorted((source / "train").glob("*.h5"))
-    ]
-    (source / "train/index.json").write_text(json.dumps({"files": files}))
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")}
 
 
 def open_resources() -> tuple[int, list[str]]:
@@ -125,7 +113,7 @@ def stage_error(source: Path, target: Path, ranks: int, per_node: int, **options
     assert max(seconds for _, seconds, _ in results) < SOON
     assert not list(target.rglob("*.partial"))
     for folder in target.iterdir() if target.exists() else []:
-        assert all((source / name).read_bytes() == data for name, data in tree(folder).items()), "a damaged file remains"
+        assert all((source / name).read_bytes() == data for name, data in read_tree(folder).items()), "a damaged file remains"
     return results[0][0]
 
 
@@ -137,7 +125,7 @@ def test_each_byte_is_read_once_and_arrives(source: Path, tmp_path: Path, ranks:
     target, verify = tmp_path / "target", shards != 2
     results = stage_all(source, target, ranks, per_node, shards=shards, verify=verify)
     nodes = {result.node: result for result in results}
-    files, count = tree(source), ranks // per_node
+    files, count = read_tree(source), ranks // per_node
     assert list(nodes) == [f"node{i}" for i in range(count)]
     assert [node.shard for node in nodes.values()] == [i * shards // count for i in range(count)]
     # Each byte of a shard leaves the source once; small files once for every shard
@@ -153,7 +141,7 @@ def test_each_byte_is_read_once_and_arrives(source: Path, tmp_path: Path, ranks:
         assert all(abs(node.received - (group[0].bytes - share)) < 0.2 * share + 4 * BLOCK for node in group)
     shards_by_name: dict[str, set[int]] = {}
     for node in nodes.values():
-        staged = tree(node.directory)
+        staged = read_tree(node.directory)
         assert all(files[name] == data for name, data in staged.items()) and sum(map(len, staged.values())) == node.bytes
         assert set(staged_paths(node.directory, source)) == {source / name for name in staged}
         for name in staged:
@@ -173,7 +161,7 @@ def test_nodes_with_different_numbers_of_processes(source: Path, tmp_path: Path)
     names = ["b", "a", "b"]  # ordered by their lowest ranks, not by name
     results = stage_all(source, tmp_path / "target", 3, 1, node=names, folder=[tmp_path / "target" / name for name in names])
     assert [result.node for result in results] == names
-    assert tree(tmp_path / "target/a") == tree(tmp_path / "target/b") == tree(source)
+    assert read_tree(tmp_path / "target/a") == read_tree(tmp_path / "target/b") == read_tree(source)
 
 
 def test_lost_files_of_a_node_are_read_once_and_written_only_there(source: Path, tmp_path: Path) -> None:
@@ -189,7 +177,7 @@ def test_lost_files_of_a_node_are_read_once_and_written_only_there(source: Path,
     assert sum(size.values()) <= sum(result.read for result in results) <= sum(size.values()) + 4096 * len(size)
     for node, result in enumerate(results):
         assert result.bytes - result.kept == sum(size[name] for name in lost.get(node, []))
-        assert tree(target / f"node{node}") == tree(source)
+        assert read_tree(target / f"node{node}") == read_tree(source)
     assert all(path.stat().st_ino == inode for path, inode in inodes.items())
 
 
@@ -209,11 +197,11 @@ def test_a_failure_of_one_rank_is_raised_on_all(
     reason = {"read": r"cannot be read: .*EIO", "write": r"cannot be written on node\d: .*ENOSPC", "progress": "ZeroDivisionError"}
     assert text.startswith(f"rank {rank} on node{rank // per_node}: ")
     assert pytest.raises(AssertionError, match=reason[fault]).matches(AssertionError(text))
-    files = tree(source)
-    before = {node: tree(target / node) for node in os.listdir(target)}
+    files = read_tree(source)
+    before = {node: read_tree(target / node) for node in os.listdir(target)}
     assert all(files[name] == data for staged in before.values() for name, data in staged.items())
     for result in stage_all(source, target, ranks, per_node, shards=shards, verify=verify):
-        staged = tree(result.directory)
+        staged = read_tree(result.directory)
         assert len(staged) == result.files == len(staged_paths(result.directory, source))
         assert all(files[name] == data for name, data in staged.items())
         assert result.kept == sum(map(len, before[result.node].values()))
@@ -227,14 +215,14 @@ def test_damage_during_the_exchange_is_reported(source: Path, tmp_path: Path) ->
 def test_errors_are_raised_on_all_ranks(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     assert "1,000 are free" in stage_error(source, target, 4, 2, fault="small", rank=2)
-    assert not tree(target)
+    assert not read_tree(target)
     text = stage_error(source, target, 2, 1, folder=[target / "x"] * 2)
     assert f"{target}/x: is one folder for node0 and node1" in text or f"{target}/x: is one folder for node1 and node0" in text
     text = stage_error(source, target, 4, 1, shards=3)
     assert "3 shards need a multiple of 3 nodes, but the job has 4 nodes; give --shards 1" in text
     (source / "train/u 3.h5").unlink()
     assert "train/u 3.h5: is missing" in stage_error(source, target, 4, 2)
-    assert not target.exists() or not tree(target)
+    assert not target.exists() or not read_tree(target)
 
 
 # ---- real launchers
@@ -260,8 +248,8 @@ def test_command_behind_mpiexec(source: Path, tmp_path: Path, ranks: int) -> Non
     assert report["exchange"] == "MPI"
     assert [node["node"] for node in report["nodes"]] == ["node0", "node1"]
     assert all(node["received"] > 0 for node in report["nodes"])
-    files = tree(source)
-    assert tree(tmp_path / "target/node0") == tree(tmp_path / "target/node1") == files
+    files = read_tree(source)
+    assert read_tree(tmp_path / "target/node0") == read_tree(tmp_path / "target/node1") == files
     size = sum(map(len, files.values()))
     assert size <= report["read"] <= 1.05 * size + 4096 * len(files)
 
@@ -280,5 +268,5 @@ def test_failure_over_mpi_ends_all(source: Path, tmp_path: Path, failure: str) -
         assert str(lines[0]["error"]).startswith("rank 1 on node1: ") and "ENOSPC" in str(lines[0]["error"])
         assert not list((tmp_path / "target").rglob("*.partial"))
     stage_all(source, tmp_path / "target", 4, 2)
-    assert tree(tmp_path / "target/node0") == tree(tmp_path / "target/node1") == tree(source)
+    assert read_tree(tmp_path / "target/node0") == read_tree(tmp_path / "target/node1") == read_tree(source)
     assert not list((tmp_path / "target").rglob("*.partial"))

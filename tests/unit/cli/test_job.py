@@ -20,6 +20,7 @@ from hpcai.cli.job import main, parse_time
 from hpcai.errors import ConfigError
 from tests import shellcheck
 from tests.apps.universes import write_universes
+from tests.reference_data import load_json
 
 ROOT = Path(__file__).parents[3]
 CONFIG = "apps/cosmoflow/configs/small.yaml"
@@ -239,7 +240,7 @@ def test_times_are_parsed_in_slurm_syntax() -> None:
             parse_time(text)
 
 
-@pytest.mark.parametrize(("args", "message"), json.loads((ROOT / "tests/data/invalid_jobs.json").read_text()).items())
+@pytest.mark.parametrize(("args", "message"), load_json("invalid_jobs").items())
 def test_invalid_jobs_are_refused_before_submission(
     args: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,15 +260,7 @@ def test_all_mistakes_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
     assert message.startswith("there is no app 'cosmology'; expected one of cosmo")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("#: acount required\n#SBATCH --nodes=1\n", "mine.sh:1: '#: acount required' is no fact of a site"),
-        ("#: queue prod\n#PBS -r y\n", "mine.sh:1:"),
-        ("module load x\n", "found neither"),
-        ("#PBS -r y\n#SBATCH --a=b\n", "found both"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), load_json("refused/site_files"))
 def test_a_user_site_file_is_validated(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.sh").write_text(text)
     assert message in expect_refusal(capsys, *small_args(tmp_path / "run"), "--site", str(tmp_path / "mine.sh"), "--nodes", "1")

@@ -14,6 +14,7 @@ from hpcai.cli.plan.planner import Planner
 from hpcai.cli.plan.training import Evaluation, find_training
 from hpcai.errors import ConfigError
 from hpcai.plan.machines import find_machine as machine
+from tests.reference_data import load_json
 
 TINY = [*Benchmark.tiny, "model.template=null", "features.templates=0"]
 PLANNED = ["cosmoflow", "deepcam", "llm", "openfold", "unet3d"]
@@ -141,12 +142,7 @@ def test_published_runs_are_predicted_with_errors(name: str, capsys: pytest.Capt
 
 
 def test_infeasible_plans_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for args, text in (
-        (["openfold", "--machine", "abacus"], "there is no machine 'abacus'; expected one of"),
-        (["nothing"], "there is no app 'nothing'; expected one of cosmoflow, deepcam, llm, openfold, unet3d"),
-        (["opencatalyst"], "apps/opencatalyst has no file plan.py; expected one of"),
-        (["openfold", "model.blocks=many"], "model.blocks"),
-    ):
+    for args, text in load_json("refused/plans"):
         assert main(["plan", *args, "--gpus", "128", "--slower", "1"]) == 2
         assert text in capsys.readouterr().err
     with pytest.raises(SystemExit):

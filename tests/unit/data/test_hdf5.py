@@ -12,6 +12,7 @@ from hpcai import dist
 from hpcai.data import Loader, Rows
 from hpcai.data.splits import Samples
 from hpcai.errors import DataError
+from tests.reference_data import load_json
 
 FIELDS = {"counts": ("int16", (4, 4, 4, 2)), "target": ("float32", (3,))}
 
@@ -178,16 +179,7 @@ def test_values_of_another_file_are_never_read(tmp_path: Path, kind: str, reader
         Rows(tmp_path / "set", FIELDS, reader=reader).read(0)
 
 
-ENTRY = {"name": "u0.h5", "rows": 2, "bytes": 1}
-INDEXES = [
-    ("[" * 100_000, "recursion limit"), ('{"files": [Infinity]}', "files.0"), ("7", "an object"),
-    *((json.dumps({"files": [ENTRY | change]}), text) for change, text in [
-        ({"name": "../other.h5"}, "files.0.name: String should match"), ({"name": "/etc/passwd"}, "files.0.name"),
-        ({"name": ".."}, "files.0.name"), ({"name": "x" * 300}, "at most 255 characters"), ({"rows": 0}, "files.0.rows: .* 1"),
-        ({"rows": 10**30}, "files.0.rows"), ({"rows": -1}, "files.0.rows"), ({"bytes": -1}, "files.0.bytes"),
-        ({"bytes": 10**30}, "files.0.bytes"),
-    ]),
-]  # fmt: skip
+INDEXES = [("[" * 100_000, "recursion limit"), *load_json("refused/indexes_of_rows")]
 
 
 @pytest.mark.parametrize(("text", "message"), INDEXES, ids=range(len(INDEXES)))

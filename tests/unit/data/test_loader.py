@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hpcai.data import Loader
 from hpcai.data.loader import _EpochPlan
 from hpcai.errors import ConfigError, DataError
+from tests.reference_data import load_json
 from tests.replica_mesh import replica_mesh
 
 
@@ -116,17 +117,7 @@ def test_batches_keep_their_content_when_memory_is_reused(order: str) -> None:
         assert batch["x"].tolist() == x and batch["pairs"][0].x[:, 1, 2].tolist() == [i + number // 16 for i in x]
 
 
-@pytest.mark.parametrize(
-    "count, batch, size, kwargs, message",
-    [
-        (100, 6, 4, {}, "a batch of 6 samples does not divide by 4 replicas x 1 micro-batches; give a multiple of 4"),
-        (100, 6, 1, {"accumulate": 4}, "1 replicas x 4 micro-batches"),
-        (5, 8, 1, {}, "5 samples are fewer than one batch of 8"),
-        (3, 8, 4, {"last_batch": "keep"}, "3 samples for 4 replicas"),
-        (3, 8, 4, {"last_batch": "pad"}, "3 samples for 4 replicas"),
-        (0, 8, 1, {"last_batch": "keep"}, "there is no sample"),
-    ],
-)
+@pytest.mark.parametrize(("count", "batch", "size", "kwargs", "message"), load_json("refused/batches"))
 def test_indivisible_batches_raise_at_construction(count: int, batch: int, size: int, kwargs: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         new_loader(count, batch, 0, size, **kwargs)

@@ -19,6 +19,7 @@ from hpcai.data.index import write_index
 from hpcai.data.layout import UnreadableLayoutError
 from hpcai.data.table import describe
 from hpcai.errors import DataError
+from tests.reference_data import load_json
 
 ROWS = (3, 1, 4, 2)
 FIELDS: Any = {
@@ -289,24 +290,9 @@ def set_value(name: str, index: Any, value: Any) -> Callable[[dict[str, np.ndarr
 
 
 INVALID = [
-    (set_value("target:offset", 0, 1 << 62), "values of 'target' are beyond the end of a file"),
-    (set_value("target:offset", 0, -8), "values of 'target' are beyond"),
-    (set_value("target:shape", 0, 1 << 40), "values of 'target' are beyond"),
-    (set_value("target:shape", 1, -3), "'target' has invalid shape"),
-    (set_value("cube:chunk", 0, 1 << 47), "values of 'cube' are beyond"),
-    (set_value("cube:chunk", 0, 0), "'cube' has invalid shape of chunks"),
-    (set_value("cube:cell", -1, 1 << 40), "values of 'cube' are beyond"),
-    (set_value("cube:cell", -1, -1), "values of 'cube' are beyond"),
-    (set_value("cube:pieces", 3, 1 << 62), "'cube' has invalid piece counts"),
-    (set_value("cube:pieces", 3, -1), "'cube' has invalid piece counts"),
-    (set_value("target:pieces", 0, 0), "'target' has invalid piece counts"),
-    (set_value("cube:dims", 0, 3), "'cube' has arrays of other lengths"),
-    (set_value("cube:dims", 0, 200), "'cube' has invalid dims"),
-    (set_value("cube:way", 0, 9), "'cube' has invalid dims"),
-    (set_value("cube:way", 0, 0), "'cube' has invalid dims"),
+    *((set_value(*value), text) for *value, text in load_json("refused/index_tables")),
     (set_value("cube:type", (0, 1), ord("O")), "'cube' has invalid dtype"),
     (set_value("cube:type", (0, slice(None)), list(b"<f4,<f8,<f4,")), "'cube' has invalid dtype"),
-    (set_value("files", 0, 0), "it is of other files"),
     (lambda arrays: arrays.pop("cube:offset"), "'cube:offset' is no array of its kind"),
     (lambda arrays: arrays.update({"cube:offset": arrays["cube:offset"].astype("f8")}), "'cube:offset' is no array of its kind"),
     (lambda arrays: arrays.update({"cube:type": arrays["cube:type"][:, :3]}), "'cube' is not of so many files"),

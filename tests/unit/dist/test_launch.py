@@ -28,10 +28,7 @@ from hpcai.errors import LaunchError, MeshError
 CASES = yaml.safe_load((Path(__file__).parent / "environments.yaml").read_text())
 BY_NAME = {case["name"]: case["environ"] for case in CASES}
 SRUN = BY_NAME["srun --mpi=none -N2 -n4"]
-PMI2 = BY_NAME["srun --mpi=pmi2 -N2 -n4"]
-MPICH = BY_NAME["mpiexec of MPICH 5.0, 4 ranks on one node"]
-TORCHRUN = BY_NAME["torchrun with two nodes inside srun"]
-MANUAL = BY_NAME["RANK and WORLD_SIZE set by a script under srun"]
+INCONSISTENT = yaml.safe_load((Path(__file__).parent / "inconsistent.yaml").read_text())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
@@ -39,25 +36,11 @@ def test_rank_info(case: dict[str, Any]) -> None:
     assert read_rank_info(case["environ"]) == RankInfo(**case["rank_info"])
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4, but the world has 4 ranks"),
-        (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK=-1 is not an integer"),
-        (MPICH | {"MPI_LOCALRANKID": "4"}, "local rank 4, but 4 ranks on the node"),
-        (PMI2 | {"PMI_RANK": "0"}, "SLURM_PROCID=2, but PMI_RANK=0"),
-        ({k: v for k, v in SRUN.items() if "TASKS" not in k}, "SLURM_NTASKS is not set"),
-        ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "the address of rank 0 is unknown; set MASTER_ADDR"),
-        (SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}, "rank 0 is not on n1"),
-        (MANUAL | {"WORLD_SIZE": "1", "RANK": "0"}, "srun started 2 tasks, each with RANK and WORLD_SIZE of WORLD_SIZE=1"),
-        (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "srun started 2 tasks, each with torchrun of 1 node"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "LOCAL_RANK or .* is not set"),
-        (SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http is not an integer"),
-    ],
-)
-def test_inconsistent_variables_are_an_error(environ: dict[str, str], message: str) -> None:
-    with pytest.raises(LaunchError, match=message.replace("(", r"\(")):
-        read_rank_info(environ)
+@pytest.mark.parametrize("case", INCONSISTENT, ids=lambda case: case["message"])
+def test_inconsistent_variables_are_an_error(case: dict[str, Any]) -> None:
+    environ = BY_NAME.get(case["from"], {}) | case["change"]
+    with pytest.raises(LaunchError, match=case["message"].replace("(", r"\(")):
+        read_rank_info({name: value for name, value in environ.items() if value is not None})
 
 
 def test_ports_of_neighbouring_jobs_and_steps_differ() -> None:

@@ -14,6 +14,7 @@ from hpcai.dist.mesh import AXES, Axis, Mesh
 from hpcai.errors import MeshError
 from hpcai.settings import MeshConfig
 from tests.ranks.launch import on_ranks
+from tests.reference_data import load_json
 
 
 def test_every_axis_of_a_single_process_has_size_1() -> None:
@@ -23,16 +24,7 @@ def test_every_axis_of_a_single_process_has_size_1() -> None:
     assert not torch_dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    "sizes, world, text",
-    [
-        ({"replicate": -1, "depth": 3}, 8, "mesh depth 3 needs a multiple of 3 processes, but 8 were started"),
-        ({"replicate": 2, "depth": 2}, 1, "mesh replicate 2 x depth 2 needs 4 processes, but 1 was started"),
-        ({"replicate": 1}, 4, "mesh of size 1 needs 1 process, but 4 were started"),
-        ({"copies": 2}, 2, "mesh has no axis 'copies'; it has replicate, pipeline"),
-        ({"replicate": -1, "depth": -1}, 4, "only one axis can be -1"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "world", "text"), load_json("refused/meshes"), ids=str)
 def test_axes_that_do_not_match_the_processes(sizes: dict[str, int], world: int, text: str) -> None:
     with pytest.raises(MeshError, match=text.replace("(", r"\(")):
         Mesh(sizes, world)

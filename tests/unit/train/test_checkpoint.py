@@ -25,6 +25,7 @@ from hpcai.train.checkpoint import VERSIONS, Checkpoints
 from hpcai.train.checkpoint_reader import Progress, read_tensors
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
+from tests.reference_data import load_json
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -254,19 +255,8 @@ def write_and_rehash(path: Path, name: str, text: str) -> None:
         (path / "manifest.json").write_text(json.dumps(manifest))
 
 
-DEEP = "[" * 100_000
-INVALID = [
-    ("manifest.json", '{"format": 3, "files": {}}', "index.json is missing"),
-    ("manifest.json", "[]", "manifest.json cannot be read"),
-    ("manifest.json", DEEP, "manifest.json cannot be read"),
-    ("manifest.json", '{"format": 3, "files": {"../../x": {"bytes": 1, "sha256": ""}}}', "manifest.json cannot be read"),
-    ("run.json", "123", "run.json cannot be read"),
-    ("run.json", DEEP, "run.json cannot be read"),
-    ("run.json", '{"format": 3, "world": 0, "progress": {}, "settings": {}}', "world: Input should be greater than 0"),
-    ("run.json", f'{{"format": 3, "world": 1, "progress": {{"step": {10**30}}}, "settings": {{}}}}', "progress.step"),
-    ("index.json", '{"format": 3}', "names no file of tensors"),
-    ("index.json", '{"format": 2}', "format: Input should be 3"),
-]  # fmt: skip
+INVALID = [(f"{name}.json", "[" * 100_000, f"{name}.json cannot be read") for name in ("manifest", "run")]
+INVALID += load_json("refused/checkpoints")
 
 
 def forge_header(path: Path, change: Any) -> None:

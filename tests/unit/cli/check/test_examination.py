@@ -16,6 +16,7 @@ from data_prep import deepcam
 from hpcai.cli.check import Options, Outcome, check_dataset, inspection, manifest, pool
 from hpcai.cli.progress import Progress
 from hpcai.errors import DataError
+from tests.reference_data import load_json
 from tests.unit.cli.check import datasets
 from tests.unit.cli.check.datasets import PACKED, ROWS, arrays, check, edit, index, put, single_finding, summarize, write
 
@@ -102,22 +103,10 @@ def test_a_null_length_in_the_index_allows_any(tmp_path: Path) -> None:
 # ---- the manifest
 
 
-@pytest.mark.parametrize(
-    "content, code, text",
-    [
-        ("\xff", "index/lost", "JSON: Invalid JSON"),
-        ("[" * 100_000, "index/lost", "JSON: Invalid JSON"),
-        ('{"file": []}', "index/lost", "files: Field required"),
-        ('{"files": [1]}', "index", "files.0: Input should be"),
-        ('{"files": [{"name": "u0.h5"}, {"name": "u0.h5"}]}', "index", "'u0.h5' is named twice"),
-        ('{"files": [{"name": "u0.h5", "bytes": -1}]}', "index", "files.0.bytes: Input should be greater"),
-        ('{"files": [{"name": "u0.h5", "rows": true}]}', "index", "files.0.rows: Input should be a valid integer"),
-        ('{"files": [{"name": "u0.h5", "sha256": "abc"}]}', "index", "files.0.sha256: String should match"),
-        ('{"files": [], "fields": []}', "index", "fields: Input should be an object"),
-        ('{"files": [], "fields": {"counts": {"dtype": "no"}}}', "index", "fields.counts.dtype: "),
-        ('{"files": [], "fields": {"counts": {"blank": true}}}', "index", "fields.counts.blank: Input should be a valid number"),
-    ],
-)
+DEEP = ["[" * 100_000, "index/lost", "JSON: Invalid JSON"]
+
+
+@pytest.mark.parametrize(("content", "code", "text"), [DEEP, *load_json("refused/index_findings")])
 def test_a_damaged_index_is_a_finding(tmp_path: Path, content: str, code: str, text: str) -> None:
     (tmp_path / "index.json").write_bytes(content.encode("latin-1"))
     (tmp_path / "u0.h5").write_bytes(b"")
