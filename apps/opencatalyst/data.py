@@ -1,6 +1,5 @@
 """Frames of atoms as samples, and their batches as graphs.   N atoms, E edges"""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ import torch
 from apps.opencatalyst.settings import Config
 from hpcai.data import Rows
 from hpcai.data.sampler import Balanced, Sampler
-from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler, training_statistics
 from hpcai.dist import Mesh
-from hpcai.errors import DataError
 from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, build_structure_for_model, graph_sizes, make_batch
 from hpcai.programs import command_of
 from hpcai.train import MicroBatches
@@ -118,17 +116,12 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 def _complete_model_config(cfg: Config, rows: Rows) -> DimeNetConfig:
     """Return the settings of the model with the mean energy and the RMS force of the data."""
-    model, path = cfg.model, cfg.data.directory / "statistics.json"
+    model = cfg.model
     if model.mean is not None and model.scale is not None:
         return model
-    try:
-        statistics = json.loads(path.read_text())["splits"]["train"]
+    remedy = "write them with data_prep.opencatalyst, or set model.mean and model.scale"
+    with training_statistics(cfg.data.directory, "the training frames", remedy) as statistics:
         values = {"mean": float(statistics["energy"]["mean"]), "scale": float(statistics["forces"]["rms"])}
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise DataError(
-            f"{path}: no statistics of the training frames ({problem!r}); write them with data_prep.opencatalyst, or set "
-            "model.mean and model.scale"
-        ) from problem
     return model.model_copy(update={name: value for name, value in values.items() if getattr(model, name) is None})
 
 
