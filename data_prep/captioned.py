@@ -203,14 +203,12 @@ def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
             raise DataError(f"{name}.{ending}: truncated; {REMEDY}")
         return content
 
-    sample = Sample(name, _decode_text(data("txt"), f"{name}.txt") if "txt" in members else None)
+    caption = _decode_text(data("txt"), f"{name}.txt") if "txt" in members else None
     ending = next((suffix for suffix in IMAGE_SUFFIXES if suffix in members), None)
     if ending is None:
         has = ", ".join(members) or "nothing"
         raise DataError(f"{name}: no image or moments ({', '.join(IMAGE_SUFFIXES)}); it has {has}: leave it out")
-    for key, value in _image_or_moments(data(ending), ending, f"{name}.{ending}").items():
-        setattr(sample, key, value)
-    return sample
+    return Sample(name, caption, **_image_or_moments(data(ending), ending, f"{name}.{ending}"))
 
 
 def _table_samples(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
@@ -218,8 +216,8 @@ def _table_samples(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
     for begin, batch in _read_batches(path, ("__key__", *COLUMNS, "timestep")):
         while at < len(rows) and rows[at] < begin + batch.num_rows:
             row = {name: batch.column(name)[rows[at] - begin].as_py() for name in batch.schema.names}
-            sample = Sample(f"{path}: {row['__key__']}", level=row.get("timestep"))
-            yield _decode_flux(sample, {key: (row[name], f"{sample.name}: {name}") for name, key in COLUMNS.items() if name in row})
+            name = f"{path}: {row['__key__']}"
+            yield Sample(name, level=row.get("timestep"), **_decode_flux(name, row))
             at += 1
         if at == len(rows):
             return
@@ -256,21 +254,19 @@ def _load_npy(data: bytes, where: str) -> Array:
     return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C").copy()
 
 
-def _decode_flux(sample: Sample, parts: Mapping[str, tuple[bytes | None, str]]) -> Sample:
-    """Decode the arrays of a sample of MLPerf's Flux.1."""
+def _decode_flux(name: str, row: Mapping[str, bytes | None]) -> dict[str, Array]:
+    """Return the arrays of a sample of MLPerf's Flux.1."""
     arrays = {}
-    for part, (data, where) in parts.items():
-        if data is None:
-            raise DataError(f"{where}: empty, expected the bytes of a .npy; {REMEDY}")
-        arrays[part] = bfloat16_to_float32(_load_npy(data, where), where)
-    mean, logvar = arrays.pop("mean", None), arrays.pop("logvar", None)
-    if mean is None or logvar is None or mean.shape != logvar.shape or mean.ndim != 3:
-        shapes = [None if array is None else list(array.shape) for array in (mean, logvar)]
-        raise DataError(f"{sample.name}: mean and logvar are {shapes[0]} and {shapes[1]}, expected the same [L, h, w]; {REMEDY}")
-    sample.moments = np.concatenate((mean, logvar))
-    for part, values in arrays.items():
-        setattr(sample, part, values)
-    return sample
+    for column, part in COLUMNS.items():
+        if column in row:
+            if (data := row[column]) is None:
+                raise DataError(f"{name}: {column}: empty, expected the bytes of a .npy; {REMEDY}")
+            arrays[part] = bfloat16_to_float32(_load_npy(data, f"{name}: {column}"), f"{name}: {column}")
+    mean, logvar = arrays.pop("mean"), arrays.pop("logvar")
+    if mean.shape != logvar.shape or mean.ndim != 3:
+        shapes = f"{list(mean.shape)} and {list(logvar.shape)}"
+        raise DataError(f"{name}: mean and logvar are {shapes}, expected the same [L, h, w]; {REMEDY}")
+    return {"moments": np.concatenate((mean, logvar)), **arrays}
 
 
 def bfloat16_to_float32(values: Array, where: str) -> Array:
