@@ -15,7 +15,6 @@ import io
 import math
 import tarfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -227,19 +226,14 @@ def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any
     """Yield the batches of a table, each after the number of its first row, with those of ``columns`` that exist. Skipped parts of
     the memory-mapped stream are not read."""
     arrow, ipc = (import_extra(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
-    with _arrow_errors(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
-        has, begin = stream.schema.names, 0
-        if missing := [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]:
-            raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
-        for batch in stream:
-            yield begin, batch.select([name for name in columns if name in has])
-            begin += batch.num_rows
-
-
-@contextmanager
-def _arrow_errors(path: Path) -> Iterator[None]:
     try:
-        yield
+        with arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
+            has, begin = stream.schema.names, 0
+            if missing := [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]:
+                raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
+            for batch in stream:
+                yield begin, batch.select([name for name in columns if name in has])
+                begin += batch.num_rows
     except HpcaiError:
         raise
     except Exception as problem:                # Arrow's errors, OSError, and for some damage others
@@ -254,7 +248,7 @@ def _load_npy(data: bytes, where: str) -> Array:
     return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C").copy()
 
 
-def _decode_flux(name: str, row: Mapping[str, bytes | None]) -> dict[str, Array]:
+def _decode_flux(name: str, row: Mapping[str, bytes | None]) -> dict[str, Any]:
     """Return the arrays of a sample of MLPerf's Flux.1."""
     arrays = {}
     for column, part in COLUMNS.items():

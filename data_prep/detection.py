@@ -147,9 +147,7 @@ def _detect_rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8],
     rivers = []
     area = (DEGREE**2 * np.cos(grid.phi) * np.diff(grid.latitude[:2]) * np.diff(grid.longitude[:2])).clip(0) * np.ones(flow.shape)
     sizes = np.bincount(labels.ravel(), area.ravel(), count + 1)
-    for label in np.flatnonzero(sizes > MIN_LENGTH**2 / 50):        # smaller: thinner than a fiftieth of its length
-        if label == 0:
-            continue
+    for label in 1 + np.flatnonzero(sizes[1:] > MIN_LENGTH**2 / 50):        # smaller: thinner than a fiftieth of its length
         cells = np.nonzero(labels == label)
         latitude, longitude, length = _extent(grid, cells, area[cells])
         width = float(sizes[label]) / max(length, 1.0)
