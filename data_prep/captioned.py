@@ -15,7 +15,6 @@ import io
 import math
 import tarfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -203,14 +202,12 @@ def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
             raise DataError(f"{name}.{ending}: truncated; {REMEDY}")
         return content
 
-    sample = Sample(name, _decode_text(data("txt"), f"{name}.txt") if "txt" in members else None)
+    caption = _decode_text(data("txt"), f"{name}.txt") if "txt" in members else None
     ending = next((suffix for suffix in IMAGE_SUFFIXES if suffix in members), None)
     if ending is None:
         has = ", ".join(members) or "nothing"
         raise DataError(f"{name}: no image or moments ({', '.join(IMAGE_SUFFIXES)}); it has {has}: leave it out")
-    for key, value in _image_or_moments(data(ending), ending, f"{name}.{ending}").items():
-        setattr(sample, key, value)
-    return sample
+    return Sample(name, caption, **_image_or_moments(data(ending), ending, f"{name}.{ending}"))
 
 
 def _table_samples(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
@@ -218,8 +215,8 @@ def _table_samples(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
     for begin, batch in _read_batches(path, ("__key__", *COLUMNS, "timestep")):
         while at < len(rows) and rows[at] < begin + batch.num_rows:
             row = {name: batch.column(name)[rows[at] - begin].as_py() for name in batch.schema.names}
-            sample = Sample(f"{path}: {row['__key__']}", level=row.get("timestep"))
-            yield _decode_flux(sample, {key: (row[name], f"{sample.name}: {name}") for name, key in COLUMNS.items() if name in row})
+            name = f"{path}: {row['__key__']}"
+            yield Sample(name, level=row.get("timestep"), **_decode_flux(name, row))
             at += 1
         if at == len(rows):
             return
@@ -229,20 +226,15 @@ def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any
     """Yield the batches of a table, each after the number of its first row, with those of ``columns`` that exist. Skipped parts of
     the memory-mapped stream are not read."""
     arrow, ipc = (import_extra(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
-    with _arrow_errors(path), open_regular(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
-        has, begin = stream.schema.names, 0
-        if missing := [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]:
-            raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
-        for batch in stream:
-            (selected := batch.select([name for name in columns if name in has])).validate(full=True)   # else it may crash
-            yield begin, selected
-            begin += batch.num_rows
-
-
-@contextmanager
-def _arrow_errors(path: Path) -> Iterator[None]:
     try:
-        yield
+        with open_regular(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
+            has, begin = stream.schema.names, 0
+            if missing := [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]:
+                raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
+            for batch in stream:
+                (selected := batch.select([name for name in columns if name in has])).validate(full=True)  # else it may crash
+                yield begin, selected
+                begin += batch.num_rows
     except HpcaiError:
         raise
     except Exception as problem:                # Arrow's errors, OSError, and for some damage others
@@ -257,21 +249,19 @@ def _load_npy(data: bytes, where: str) -> Array:
     return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C").copy()
 
 
-def _decode_flux(sample: Sample, parts: Mapping[str, tuple[bytes | None, str]]) -> Sample:
-    """Decode the arrays of a sample of MLPerf's Flux.1."""
+def _decode_flux(name: str, row: Mapping[str, bytes | None]) -> dict[str, Any]:
+    """Return the arrays of a sample of MLPerf's Flux.1."""
     arrays = {}
-    for part, (data, where) in parts.items():
-        if data is None:
-            raise DataError(f"{where}: empty, expected the bytes of a .npy; {REMEDY}")
-        arrays[part] = bfloat16_to_float32(_load_npy(data, where), where)
-    mean, logvar = arrays.pop("mean", None), arrays.pop("logvar", None)
-    if mean is None or logvar is None or mean.shape != logvar.shape or mean.ndim != 3:
-        shapes = [None if array is None else list(array.shape) for array in (mean, logvar)]
-        raise DataError(f"{sample.name}: mean and logvar are {shapes[0]} and {shapes[1]}, expected the same [L, h, w]; {REMEDY}")
-    sample.moments = np.concatenate((mean, logvar))
-    for part, values in arrays.items():
-        setattr(sample, part, values)
-    return sample
+    for column, part in COLUMNS.items():
+        if column in row:
+            if (data := row[column]) is None:
+                raise DataError(f"{name}: {column}: empty, expected the bytes of a .npy; {REMEDY}")
+            arrays[part] = bfloat16_to_float32(_load_npy(data, f"{name}: {column}"), f"{name}: {column}")
+    mean, logvar = arrays.pop("mean"), arrays.pop("logvar")
+    if mean.shape != logvar.shape or mean.ndim != 3:
+        shapes = f"{list(mean.shape)} and {list(logvar.shape)}"
+        raise DataError(f"{name}: mean and logvar are {shapes}, expected the same [L, h, w]; {REMEDY}")
+    return {"moments": np.concatenate((mean, logvar)), **arrays}
 
 
 def bfloat16_to_float32(values: Array, where: str) -> Array:

@@ -127,10 +127,8 @@ class Recipe(Settings):
 
     def numbers_by_split(self, count: int) -> dict[str, list[int]]:
         """Return the numbers of the samples of each split."""
-        numbers: dict[str, list[int]] = {split: [] for split in store.SPLITS}
-        for number in range(count):
-            numbers[self.split(number)].append(number)
-        return numbers
+        splits = [self.split(number) for number in range(count)]
+        return {split: [number for number, own in enumerate(splits) if own == split] for split in store.SPLITS}
 
 
 def seed() -> Any:

@@ -13,7 +13,6 @@ A universe is a pure function of (seed, index): ranks, cores, interruptions and 
 it."""
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -317,4 +316,4 @@ BUILDER = command.DatasetBuilder(
 main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -14,7 +14,6 @@ change nothing in it. The small region has higher frequencies of both classes th
 N rows of a file   H, W latitudes (south to north) and longitudes   16 the VARIABLES, in the order of the public data"""
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -182,4 +181,4 @@ BUILDER = command.DatasetBuilder(
 main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -17,6 +17,7 @@ transport is 50 kg/m/s or more.
 H, W rows (south to north) and columns (eastward)   C the 16 variables"""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,8 @@ MIN_RELATIVE, MIN_WATER = 1.7, 20.0                               # times the me
 SUBTROPICS = 20.0                                                 # degrees
 CYCLONE_DISTANCE = 6.0                                            # degrees
 MIN_LENGTH, MIN_ASPECT_RATIO, MIN_POLEWARD = 2.0e6, 2.0, 50.0     # m, 1, kg/m/s
+
+_ndimage = partial(import_extra, "scipy.ndimage", "finding cyclones and rivers", "deepcam")
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,6 @@ class Objects:
     mask: NDArray[np.uint8]                     # [H, W] 0 nothing, 1 tropical cyclone, 2 atmospheric river
     cyclones: tuple[Cyclone, ...]
     rivers: tuple[River, ...]
-
-
-def _ndimage() -> Any:
-    return import_extra("scipy.ndimage", "finding cyclones and rivers", "deepcam")
 
 
 def detect(grid: Grid, fields: NDArray[Any]) -> Objects:
@@ -148,9 +147,7 @@ def _detect_rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8],
     rivers = []
     area = (DEGREE**2 * np.cos(grid.phi) * np.diff(grid.latitude[:2]) * np.diff(grid.longitude[:2])).clip(0) * np.ones(flow.shape)
     sizes = np.bincount(labels.ravel(), area.ravel(), count + 1)
-    for label in np.flatnonzero(sizes > MIN_LENGTH**2 / 50):        # smaller: thinner than a fiftieth of its length
-        if label == 0:
-            continue
+    for label in 1 + np.flatnonzero(sizes[1:] > MIN_LENGTH**2 / 50):        # smaller: thinner than a fiftieth of its length
         cells = np.nonzero(labels == label)
         latitude, longitude, length = _extent(grid, cells, area[cells])
         width = float(sizes[label]) / max(length, 1.0)

@@ -23,7 +23,6 @@ A file is a pure function of the recipe and its universes: ranks, cores and inte
 N rows of a file   C channels   S, s cells per dim   P parameters"""
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -338,4 +337,4 @@ BUILDER = command.DatasetBuilder(
 main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

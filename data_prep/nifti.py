@@ -11,6 +11,7 @@ D slices along the body   H rows, front to back   W columns, from side to side""
 import gzip
 import io
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.extras import import_extra
+from hpcai.data.index import replace_file
 from hpcai.errors import DataError
 from hpcai.gzip_file import gunzip
 from hpcai.json_file import read_regular
@@ -30,10 +32,7 @@ MAX_MISMATCH = 0.01         # relative difference of the distance of voxels by p
 MAX_ROUNDING = 0.03         # of a label that was stored as a float, or with a slope in float32
 MILLIMETRES = {1: 1e3, 2: 1.0, 3: 1e-3}     # of a unit, by the code of xyzt_units: metre, millimetre, micrometre
 Array = NDArray[Any]
-
-
-def _nibabel() -> Any:
-    return import_extra("nibabel", "reading and writing NIfTI", "unet3d")
+_nibabel = partial(import_extra, "nibabel", "reading and writing NIfTI", "unet3d")
 
 
 def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[float, float, float]]:
@@ -128,9 +127,6 @@ def write(folder: Path, image: Array, label: Array, spacing: tuple[float, float,
     """Write a volume in the layout of the public set: int16, axis 0 along the body from head to feet, 1 front to back, 2 from the
     right to the left."""
     affine = np.diag([*(-mm for mm in spacing), 1.0])[[2, 1, 0, 3]]
-    folder.mkdir(parents=True, exist_ok=True)
     for name, values, kind in ((LABEL, label, np.uint8), (IMAGE, np.rint(image), np.int16)):
         file = _nibabel().Nifti1Image(values.astype(kind), affine)
-        partial = folder / f".{name}.partial"
-        partial.write_bytes(gzip.compress(file.to_bytes(), 1, mtime=0))
-        partial.replace(folder / name)
+        replace_file(folder / name, gzip.compress(file.to_bytes(), 1, mtime=0))

@@ -38,7 +38,6 @@ processes and interruptions change neither."""
 
 import argparse
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -575,4 +574,4 @@ BUILDER = command.DatasetBuilder(
 main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -89,10 +89,6 @@ class Contents:
     varies: bool = False                                                # the shape of samples varies between files
 
     @property
-    def sample_field(self) -> str:
-        return next(iter(self.fields))
-
-    @property
     def row_lengths(self) -> list[str]:
         return list(dict.fromkeys(field.row_lengths for field in self.fields.values() if field.row_lengths))
 
@@ -207,7 +203,7 @@ def write_file(job: Job) -> None:
     """Write the file of a job, and its record. A complete file with a record of an earlier version gets a new record only."""
     refused = None if is_finished(job, "sums") else job.write(job.path)
     with h5py.File(job.path, "r") as file:
-        rows, *shape = file[job.contents.sample_field].shape
+        rows, *shape = file[next(iter(job.contents.fields))].shape
         record: Record = {
             "name": job.path.name, "rows": rows, "bytes": job.path.stat().st_size, "sha256": digest(job.path), "shape": shape,
             "sums": job.contents.compute_sums(file), "refused": list(refused or ()),

@@ -595,4 +595,4 @@ BUILDER = command.DatasetBuilder(
 main, parser = BUILDER.main, BUILDER.parser
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -52,8 +52,7 @@ def frame_readers(path: Path, name: str) -> Iterator[FrameReader]:
     distinguishes its systems from others if they have no ids. Raises DataError for a file that cannot be opened."""
     if path.stat().st_size == 0:
         raise DataError(f"{path}: empty; {ADVICE}")
-    readers: dict[str, Callable[[Path, str], Iterator[FrameReader]]] = {".extxyz": _extxyz, ".xyz": _extxyz}
-    readers |= {".traj": _traj, ".aselmdb": _aselmdb}
+    readers = {".extxyz": _extxyz, ".xyz": _extxyz, ".traj": _traj, ".aselmdb": _aselmdb}
     return readers[str(file_format(path))](path, name)
 
 

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
+from importlib import import_module
 from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, cast
@@ -94,13 +95,18 @@ def dump(settings: pydantic.BaseModel | Mapping[str, Any]) -> str:
     return str(yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120))
 
 
-def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None = None) -> None:
+def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None = None, **commands: str) -> None:
     """Call ``main`` with the settings of the command line: ``[file.yaml] [key=value ...] [--show] [--help]``.
+
+    ``commands``: the modules of further commands, by the first word of the command line; their ``run`` has the other arguments.
 
     Exit codes: 2 for wrong settings, mesh or launch, 1 for any other HpcaiError, 130 for Ctrl-C, 85 for a run that was stopped by a
     signal and should be restarted (``hpcai.stop``).
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0] in commands:
+        import_module(commands[args[0]]).run(args[1:])
+        return
     if "--help" in args or "-h" in args:
         ignore_broken_pipe(Schema(schema).write_help)
         return

@@ -1,6 +1,5 @@
 """Simulated universes as samples.   B batch, D H W the cube, C redshifts, P parameters."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from apps.cosmoflow.settings import Config
 from hpcai.data import Loader, MemoryPool, Rows
 from hpcai.data.hdf5 import Selection
-from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler, training_statistics
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, spatial_cut, to_physical
@@ -106,12 +105,8 @@ def _complete_model_config(cfg: Config, rows: Rows) -> CosmoFlowConfig:
             raise DataError(f"{rows.folder}: has the parameters {actual}, but model.parameters is {expected}")
         model = model.model_copy(update={"low": tuple(info["low"]), "high": tuple(info["high"]), "units": tuple(info["units"])})
     if cfg.data.whiten and model.mean is None:
-        path = cfg.data.directory / "statistics.json"
-        try:
-            info = json.loads(path.read_text())["splits"]["train"]["log1p"]
-            mean, mix = info["mean"], whitening_matrix(np.array(info["covariance"]))
-        except (OSError, ValueError, KeyError, np.linalg.LinAlgError) as problem:
-            raise DataError(f"{path}: no statistics of the input ({problem!r}); set data.whiten=false") from problem
+        with training_statistics(cfg.data.directory, "the input", "set data.whiten=false") as statistics:
+            mean, mix = statistics["log1p"]["mean"], whitening_matrix(np.array(statistics["log1p"]["covariance"]))
         model = model.model_copy(update={"mean": tuple(mean), "mix": tuple(map(tuple, mix.tolist()))})
     return model
 

@@ -1,6 +1,5 @@
 """Weather maps as samples.   B batch, H W the map, V variables."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from apps.deepcam.settings import Config
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Selection
-from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler, training_statistics
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, spatial_cut
@@ -85,14 +84,9 @@ def _complete_model_config(cfg: Config, rows: Rows) -> DeepCamConfig:
     model, path = cfg.model, cfg.data.directory / "statistics.json"
     if model.low is not None and model.frequencies is not None:
         return model
-    try:
-        statistics = json.loads(path.read_text())["splits"]["train"]
+    remedy = "write them with data_prep.deepcam, or set model.low, model.high and model.frequencies"
+    with training_statistics(cfg.data.directory, "the training maps", remedy) as statistics:
         low, high, frequencies = statistics["fields"]["minimum"], statistics["fields"]["maximum"], statistics["mask"]["frequency"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise DataError(
-            f"{path}: no statistics of the training maps ({problem!r}); write them with data_prep.deepcam, "
-            "or set model.low, model.high and model.frequencies"
-        ) from problem
     changes: dict[str, Any] = {} if model.low is not None else {"low": tuple(low), "high": tuple(high)}
     if model.frequencies is None:
         rare = [name for name, part in zip(model.classes, frequencies) if not part]

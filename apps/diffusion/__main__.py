@@ -4,7 +4,6 @@ Evaluate its images:     python -m apps.diffusion score weights=FOLDER captions=
 The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
-import sys
 from functools import partial
 
 from apps.diffusion.mlperf import BENCHMARKS
@@ -34,9 +33,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["score"]:
-        from apps.diffusion.score import run
-
-        run(sys.argv[2:])
-    else:
-        config.run(Config, main)
+    config.run(Config, main, score="apps.diffusion.score")

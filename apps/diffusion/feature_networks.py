@@ -121,5 +121,3 @@ class Clip:
         inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         embeddings: Tensor = self.network.text_projection(self.network.text_model(**inputs).pooler_output)
         return embeddings
-
-

@@ -313,4 +313,3 @@ class Scorer:
         if self.clip is not None:
             sums["clip"] = scores.clip_sums(self.clip.embed_images(images), self.clip.embed_texts(captions))
         return sums
-

@@ -5,7 +5,6 @@ Evaluate a model:       python -m apps.llm score weights=FOLDER data=FOLDER|task
 The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
-import sys
 from functools import partial
 
 from apps.llm import memory
@@ -43,13 +42,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["generate"]:
-        from apps.llm.generate import run
-
-        run(sys.argv[2:])
-    elif sys.argv[1:2] == ["score"]:
-        from apps.llm.score import run
-
-        run(sys.argv[2:])
-    else:
-        config.run(Run, main)
+    config.run(Run, main, generate="apps.llm.generate", score="apps.llm.score")

@@ -15,7 +15,7 @@ from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import Blend, Endless, Sampler
 from hpcai.data.splits import ConcatSamples, Samples, make_loader, open_loaders, open_split, sharded_sampler
 from hpcai.dist import Mesh
-from hpcai.dist.collectives import broadcast_from_first, broadcast_object
+from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_deferred, parallelize
 from hpcai.models.llm.load import load_weights, read_settings, resolve_run
@@ -157,19 +157,12 @@ def _check_folders(cfg: Config, folders: Sequence[Path], metadata: Sequence[Text
 
 def _check_tokenizer(folder: Path, metadata: TextMetadata, mesh: Mesh) -> None:
     """Raise DataError on all ranks if the tokenizer beside the rows, which the run copies, is not the one that encoded them."""
-    problem = ""
-    if mesh.is_first:
-        try:
-            identity = Tokenizer.load(folder).identity
-            if identity != metadata.tokenizer:
-                problem = (
-                    f"{folder / CONTENT}: has tokenizer {identity[:12]}, {METADATA} names {metadata.tokenizer[:12]} for the rows; "
-                    "copy that one there, or convert the rows again"
-                )
-        except DataError as error:
-            problem = str(error)
-    if problem := broadcast_object(problem, mesh.peers):
-        raise DataError(problem)
+    identity = broadcast_from_first(lambda: Tokenizer.load(folder).identity, mesh.peers)
+    if identity != metadata.tokenizer:
+        raise DataError(
+            f"{folder / CONTENT}: has tokenizer {identity[:12]}, {METADATA} names {metadata.tokenizer[:12]} for the rows; "
+            "copy that one there, or convert the rows again"
+        )
 
 
 def complete_settings(cfg: Config) -> Config:

@@ -129,17 +129,12 @@ def continue_file(cfg: GenerateConfig, mesh: Any) -> None:
         texts = complete_texts(model, [ids for _, ids in local_batch], seed=seeds, fresh=fresh, pipeline=pipeline, **cfg.sampling)
         records = [{"line": prompt.line, **prompt.content, "completion": text} for (prompt, _), text in zip(local_batch, texts)]
         gathered = all_gather_object(records if mesh.model_parallel.rank == 0 else [], mesh.peers)
-        if mesh.is_first:
-            _write(cfg.out, [line for lines in gathered for line in lines])
-
-
-def _write(out: Path | None, lines: Sequence[dict[str, Any]]) -> None:
-    text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
-    if out is None:
-        print(text, end="", flush=True)
-        return
-    with out.open("a", encoding="utf-8", newline="") as file:
-        file.write(text)
+        text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for lines in gathered for line in lines)
+        if mesh.is_first and cfg.out is None:
+            print(text, end="", flush=True)
+        elif mesh.is_first and cfg.out is not None:
+            with cfg.out.open("a", encoding="utf-8", newline="") as file:
+                file.write(text)
 
 
 def read_prompts(path: Path) -> list[Prompt]:

@@ -1,6 +1,5 @@
 """Frames of atoms as samples, and their batches as graphs.   N atoms, E edges"""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ import torch
 
 from apps.opencatalyst.settings import Config
 from hpcai.data import Rows
-from hpcai.data.sampler import Balanced, Sampler
-from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
+from hpcai.data.sampler import Balanced
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler, training_statistics
 from hpcai.dist import Mesh
-from hpcai.errors import DataError
 from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, build_structure_for_model, graph_sizes, make_batch
 from hpcai.programs import command_of
 from hpcai.train import MicroBatches
@@ -32,12 +30,14 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Dime
     """Yield loaders for training (None on ranks that only evaluate), validation and pictures, and the settings of the model,
     completed from the data."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    model = _complete_model_config(cfg, train)
+    model, data, seed = _complete_model_config(cfg, train), cfg.data, cfg.train.seed
     replicas, parts = mesh["replicate"].size, cfg.step.accumulate
     eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
-    kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": parts, **_sampler(cfg, train)}
-    buckets = SizeBuckets.from_rows(train, cfg.data.batch // (replicas * parts), model.most) if cfg.data.shapes == "few" else None
-    few, batch, data = Frames(validation, model, count=cfg.data.pictures), cfg.data.evaluation_batch, cfg.data
+    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": parts, **sharded_sampler(train, data, data.batch, seed)}
+    if data.balance != "none":  # the settings refuse shards then
+        kwargs["sampler"] = Balanced(train.column("triplets"), data.batch, seed, equal=data.balance == "frames")
+    buckets = SizeBuckets.from_rows(train, data.batch // (replicas * parts), model.most) if data.shapes == "few" else None
+    few, batch = Frames(validation, model, count=data.pictures), data.evaluation_batch
     with open_loaders(
         mesh,
         lambda: make_loader(Frames(train, model, parts, buckets), data.batch, data, mesh, **kwargs),
@@ -45,13 +45,6 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Dime
         (lambda: make_loader(few, batch, data, mesh, name="pictures", **eval_kwargs)) if len(few) else None,
     ) as (training, held_out, pictures):
         yield training, held_out, pictures, model
-
-
-def _sampler(cfg: Config, rows: Rows) -> dict[str, Sampler]:
-    data, seed = cfg.data, cfg.train.seed
-    if data.balance == "none":
-        return sharded_sampler(rows, data, data.batch, seed)
-    return {"sampler": Balanced(rows.column("triplets"), data.batch, seed, equal=data.balance == "frames")}
 
 
 @dataclass(frozen=True)
@@ -118,17 +111,12 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 def _complete_model_config(cfg: Config, rows: Rows) -> DimeNetConfig:
     """Return the settings of the model with the mean energy and the RMS force of the data."""
-    model, path = cfg.model, cfg.data.directory / "statistics.json"
+    model = cfg.model
     if model.mean is not None and model.scale is not None:
         return model
-    try:
-        statistics = json.loads(path.read_text())["splits"]["train"]
+    remedy = "write them with data_prep.opencatalyst, or set model.mean and model.scale"
+    with training_statistics(cfg.data.directory, "the training frames", remedy) as statistics:
         values = {"mean": float(statistics["energy"]["mean"]), "scale": float(statistics["forces"]["rms"])}
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise DataError(
-            f"{path}: no statistics of the training frames ({problem!r}); write them with data_prep.opencatalyst, or set "
-            "model.mean and model.scale"
-        ) from problem
     return model.model_copy(update={name: value for name, value in values.items() if getattr(model, name) is None})
 
 

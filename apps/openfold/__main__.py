@@ -4,7 +4,6 @@ Predict:         python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=
 The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
-import sys
 from functools import partial
 
 from apps.openfold.mlperf import BENCHMARK
@@ -31,9 +30,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["fold"]:
-        from apps.openfold.fold import run
-
-        run(sys.argv[2:])
-    else:
-        config.run(Config, main)
+    config.run(Config, main, fold="apps.openfold.fold")

@@ -106,9 +106,7 @@ class Crops(Samples):
         volume = index % len(self.rows)
         crop = self.draw_crop(index, epoch)
         values = self.rows.read(volume, self._box(crop))
-        copy = self.rows.reader.memory.copy
-        image: Any = copy(np.flip(values["image"], crop.flips))
-        label: Any = copy(np.flip(values["label"], crop.flips))
+        image, label = (self.rows.reader.memory.copy(np.flip(values[name], crop.flips)) for name in ("image", "label"))
         if crop.factor != 1:
             image = image * np.float32(crop.factor)
         if crop.noise:

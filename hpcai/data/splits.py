@@ -1,5 +1,6 @@
 """Rows, samples and loaders of a split, from the data settings of an app."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from hpcai.data.sampler import Sharded
 from hpcai.data.stage import assign_shards, stage_in, staged_paths
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.dist.mesh import Mesh
+from hpcai.errors import DataError
 from hpcai.settings import LoaderConfig
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,17 @@ def row_shards(rows: Rows, shards: int) -> np.ndarray:
     """Return the shard of each sample.   [N]"""
     of_file = assign_shards(rows.folder, shards)
     return np.array([of_file[rows.locate(index)[0]] for index in range(len(rows))])
+
+
+@contextmanager
+def training_statistics(directory: Path, of: str, remedy: str) -> Iterator[dict[str, Any]]:
+    """Context manager: the statistics of the training split, ``of`` some data. Raises DataError if an entry that its block reads is
+    missing or invalid."""
+    path = directory / "statistics.json"
+    try:
+        yield json.loads(path.read_text())["splits"]["train"]
+    except (OSError, ValueError, KeyError, TypeError) as problem:  # ValueError is also LinAlgError
+        raise DataError(f"{path}: no statistics of {of} ({problem!r}); {remedy}") from problem
 
 
 @contextmanager
