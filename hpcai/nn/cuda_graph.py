@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 import torch
 
-from hpcai.dist.host import gc_disabled
-
 
 class Graph(Protocol):
     """The device work of a function, captured and replayed."""
@@ -83,6 +81,11 @@ def graph_factory(owner: Any, device: torch.device | None = None) -> Callable[[]
 @contextmanager
 def no_gc() -> Iterator[None]:
     """Context manager without garbage collection, which could free CUDA memory and so end a capture."""
+    was_enabled = gc.isenabled()
     gc.collect()
-    with gc_disabled():
+    gc.disable()
+    try:
         yield
+    finally:
+        if was_enabled:
+            gc.enable()
