@@ -80,5 +80,6 @@ def main(settings: config.Settings) -> None:
     sys.exit(stop.REQUEUE if result.reason == "signal" else 0)
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in commands in the background
 sys.argv[1:] = []
 config.run(config.Settings, main)
