@@ -66,7 +66,8 @@ def check_settings(app: str, args: list[str]) -> None:
     if args and args[0].endswith(".yaml"):
         config.load(import_module(f"apps.{app}.settings").Config, ROOT / args[0], args[1:])
     elif args and args[0] not in ("...", "--help", "--show"):
-        assert (ROOT / f"apps/{app}/{args[0]}.py").is_file() and f'"{args[0]}"' in (ROOT / f"apps/{app}/__main__.py").read_text()
+        assert f'{args[0]}="apps.{app}.{args[0]}"' in (ROOT / f"apps/{app}/__main__.py").read_text()
+        assert callable(import_module(f"apps.{app}.{args[0]}").run)
 
 
 @pytest.mark.parametrize("page", PAGES)
