@@ -286,7 +286,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
             f"{_format_size([header['latents'], *header['size']])}; autoencoder {header['vae']}")  # fmt: skip
     networks_text = [*(f"{name} {header[name]}" for name in ("tokens", "pooled") if header[name]),
                      *(f"encoder {name}" for name in header["encoders"])]  # fmt: skip
-    finalize, config = partial(_write_empty_caption, options, args, header), "flux" if header["pooled"] else "sd2"
+    finalize, config = partial(_finalize, options, args, header), "flux" if header["pooled"] else "sd2"
     return command.Plan(recipe, jobs, header, ", ".join([text, *networks_text]), finalize=finalize, config=config,
                         refused=[item for group in parts.values() for item in captioned.list_unread(group)])  # fmt: skip
 
@@ -384,9 +384,14 @@ def _format_size(sides: Sequence[int]) -> str:
     return " x ".join(map(str, sides))
 
 
-def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any], out: Path) -> None:
-    """Write the vectors of the empty caption, which replace those of captions that are dropped in training; print statistics."""
-    path, vectors = out / EMPTY_CAPTION, {}
+def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any], out: Path) -> None:
+    _write_empty_caption(options, args, header)
+    _print_statistics(out)
+
+
+def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any]) -> None:
+    """Write the vectors of the empty caption, which replace those of captions that are dropped in training."""
+    path, vectors = options.out / EMPTY_CAPTION, {}
     folders = (options.nothing, options.source / EMPTY_FOLDER, options.source.parent / EMPTY_FOLDER)
     folder = next((path for path in folders if path is not None and path.is_dir()), None)
     for name in ("tokens", "pooled"):
@@ -409,7 +414,6 @@ def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: 
         with partial_path.open("wb") as file:
             np.savez(file, **vectors)
         commit_file(partial_path, path)
-    _print_statistics(out)
 
 
 def _print_statistics(out: Path) -> None:

@@ -1,6 +1,5 @@
 """Rows, samples and loaders of a split, from the data settings of an app."""
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +18,7 @@ from hpcai.data.stage import assign_shards, stage_in, staged_paths
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
+from hpcai.json_file import read_object
 from hpcai.settings import LoaderConfig
 
 logger = logging.getLogger(__name__)
@@ -130,8 +130,8 @@ def training_statistics(directory: Path, of: str, remedy: str) -> Iterator[dict[
     missing or invalid."""
     path = directory / "statistics.json"
     try:
-        yield json.loads(path.read_text())["splits"]["train"]
-    except (OSError, ValueError, KeyError, TypeError) as problem:  # ValueError is also LinAlgError
+        yield read_object(path, "statistics of the splits", DataError)["splits"]["train"]
+    except (ValueError, KeyError, TypeError) as problem:  # ValueError is also DataError and LinAlgError
         raise DataError(f"{path}: no statistics of {of} ({problem!r}); {remedy}") from problem
 
 

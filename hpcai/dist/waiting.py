@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple, NoReturn
 
 from hpcai import stop
 
@@ -39,8 +40,19 @@ class _Wait:
 
 _waits: list[_Wait] = []  # of the main thread, the innermost last
 _monitors: list[threading.Thread] = []
-callbacks: list[Callable[..., bool]] = []
-"""``report_wait`` and ``abort_job`` of ``hpcai.dist.watchdog``."""
+
+
+class Handlers(NamedTuple):
+    """Functions of the watchdog, which imports this module.
+
+    ``report(seconds)``: Reports a wait, and returns whether a rank does not answer. ``end(text, report, code)``: Ends the job.
+    """
+
+    report: Callable[[float], bool]
+    end: Callable[[str, str, int], NoReturn]
+
+
+handlers: list[Handlers] = []
 
 
 @contextmanager
@@ -51,7 +63,7 @@ def waiting_at(place: str | Callable[[], str], is_work: bool = False) -> Iterato
     ``place``: The name of the wait; without one only a rank that does not answer is reported, or a long start. ``is_work``: The
     ranks may be at work, which a signal should not interrupt: it ends the wait only if a rank does not answer.
     """
-    if not callbacks or threading.current_thread() is not threading.main_thread():
+    if not handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
     if not (_monitors and _monitors[-1].is_alive()):  # it does not survive a fork
@@ -91,11 +103,11 @@ def _monitor() -> None:
         if wait.signal and (stop.is_starting() or (wait.lost if wait.is_work else wait.reports)):
             place, code = wait.place(), 130 if wait.signal == signal.SIGINT else stop.REQUEUE
             text = f"{signal.Signals(wait.signal).name} ended the wait{place and f' at {place}'}"
-            callbacks[1](text, text, code)
+            handlers[0].end(text, text, code)
         wait.signal = wait.signal or number
         if wait.beats != HEARTBEAT.beats:
             wait.restart()
         elif now - wait.start >= FIRST_REPORT + NEXT_REPORT * wait.reports:
             wait.reports += 1
             with suppress(RuntimeError, TimeoutError):  # the hub has ended
-                wait.lost = callbacks[0](now - wait.start)
+                wait.lost = handlers[0].report(now - wait.start)

@@ -31,7 +31,7 @@ import torch.distributed as torch_dist
 
 from hpcai.dist.host import format_ranges
 from hpcai.dist.step_boundary import StepBoundary
-from hpcai.dist.waiting import callbacks, describe_main_thread, waiting_at
+from hpcai.dist.waiting import Handlers, describe_main_thread, handlers, waiting_at
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError, escape_controls
 from hpcai.stop import REQUEUE, is_starting
 
@@ -456,7 +456,7 @@ def abort_job(text: str, report: str, code: int = 1) -> NoReturn:
     exit_now(code)
 
 
-callbacks[:] = report_wait, abort_job
+handlers[:] = [Handlers(report_wait, abort_job)]
 
 
 def run_with_timeout(seconds: float, function: Callable[[], object]) -> None:

@@ -14,7 +14,6 @@ Float32 and float64 numbers of one use share random bits: draw each use in one d
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -35,6 +34,26 @@ _BLOCKS, _USES, _INDICES, _EPOCHS = 42, 19, 40, 23  # bits
 Box = tuple[slice, ...]
 
 
+def normals(
+    seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *, box: Box | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Return standard normal numbers on the device of ``index``.   [B, *size], or [B, *box]
+
+    index [B] from 0 to 2^40 - 1; epoch [B] or one for all, to 2^23 - 1; ``size`` of a full sample. ``box``: return only these
+    slices of the full result, of step 1, for all or the first dims. bfloat16 and float16 are rounded float32 numbers. Raises
+    ConfigError for a seed, use, epoch, size or box out of bounds."""
+    return _draw(philox.normal, seed, use, index, epoch, size, box, dtype)
+
+
+def uniforms(
+    seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *, box: Box | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Return uniform numbers in [0, 1), with the arguments of ``normals``.   [B, *size], or [B, *box]"""
+    return _draw(philox.uniform, seed, use, index, epoch, size, box, dtype)
+
+
 def philox_key(seed: int) -> int:
     """Return the key of a seed, a different one for each of 2^64 seeds."""
     if not 0 <= seed < 1 << 64:
@@ -43,14 +62,9 @@ def philox_key(seed: int) -> int:
 
 
 def _draw(
-    draw: Callable[..., Tensor], seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *,
-    box: Box | None = None, dtype: torch.dtype = torch.float32,
+    draw: Callable[..., Tensor], seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int], box: Box | None,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return random numbers on the device of ``index``.   [B, *size], or [B, *box]
-
-    index [B] from 0 to 2^40 - 1; epoch [B] or one for all, to 2^23 - 1; ``size`` of a full sample. ``box``: return only these
-    slices of the full result, of step 1, for all or the first dims. bfloat16 and float16 are rounded float32 numbers. Raises
-    ConfigError for a seed, use, epoch, size or box out of bounds."""
     if index.ndim != 1 or (isinstance(epoch, Tensor) and epoch.shape not in ((), index.shape)):
         shape = list(epoch.shape) if isinstance(epoch, Tensor) else epoch
         raise ConfigError(f"noise: index is {list(index.shape)} and epoch {shape}; expected [B], and [B] or one number")
@@ -70,10 +84,6 @@ def _draw(
     upper = (index.long() + high)[:, None].expand(first.shape)
     numbers: Tensor = draw(philox_key(seed), first, count, upper=upper, dtype=dtype)
     return numbers.view(len(index), *(stop - start for start, stop in ranges))
-
-
-normals, uniforms = partial(_draw, philox.normal), partial(_draw, philox.uniform)
-"""Standard normal numbers, and uniform numbers in [0, 1), with the arguments of ``_draw`` after the first."""
 
 
 def _runs(size: tuple[int, ...], ranges: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, int]:

@@ -112,7 +112,8 @@ class Tokenizer:
         text, template = _read(path), path.with_name(TEMPLATE)
         config, added, special = (_parsed(_read(file), str(file)) if (file := path.with_name(name)).is_file() else {}
                                   for name in (CONFIG, ADDED, SPECIAL))  # fmt: skip
-        config = {**{key: special[key] for key in ("bos_token", "eos_token", "pad_token") if key in special}, **config}
+        config |= {key: special[key] for key in ("bos_token", "eos_token", "pad_token")
+                   if key in special and config.get(key) is None}  # fmt: skip
         if template.is_file():
             config["chat_template"] = _read(template)
         with check_fields(path.parent, f"added tokens in {CONFIG} and {ADDED} as Hugging Face writes them", DataError):

@@ -138,7 +138,7 @@ def test_added_tokens_of_the_files_beside_are_tokens(tmp_path: Path, place: str)
         if place != "added_tokens.json":
             config["added_tokens_decoder"] = {str(first): {"content": "<|im_start|>", "special": True}}
         config["additional_token"] = "<|im_end|>"
-        del config["eos_token"]
+        config["eos_token"] = None
 
     folder = changed_copy(tmp_path / "t", change)
     added = {"<|im_end|>": first + 1} if place == "both" else {"<|im_start|>": first, "<|im_end|>": first + 1}
