@@ -18,7 +18,6 @@ fields as by ``hpcai data check``; and the last line of a conversion has the num
 import argparse
 import hashlib
 import json
-import re
 import shlex
 import signal
 import sys
@@ -43,7 +42,7 @@ from hpcai.stop import interrupt_on_signal
 R = TypeVar("R", bound="Recipe")
 SKIPPED = "skipped.json"
 WARNINGS = ("leak", "duplicate", "constant")    # findings of a check that are printed, and do not fail it
-MAX_REASONS = 3                                 # reasons of refusals that are printed
+MAX_WARNINGS = 3
 
 
 # ---- options
@@ -137,6 +136,10 @@ def seed() -> Any:
 
 def fraction(default: float, of: str) -> Any:
     return option(default, f"fraction of {of}", metavar="F", type=float)
+
+
+def skip_bad() -> Any:
+    return option(False, "leave out and list items that cannot be used; otherwise the first one is an error", action="store_true")
 
 
 def check_fractions(validation: float, test: float) -> Iterator[str]:
@@ -404,7 +407,7 @@ def check_index(prepared: PreparedDataset) -> list[str]:
     rows = sum(entry["rows"] for _, entry, _ in prepared.files)
     outcome = check_dataset(prepared.out, Options(seconds=0))
     errors = [finding for finding in outcome.findings if finding.severity == "error" and finding.code not in WARNINGS]
-    for finding in [finding for finding in outcome.findings if finding.code in WARNINGS][:MAX_REASONS]:
+    for finding in [finding for finding in outcome.findings if finding.code in WARNINGS][:MAX_WARNINGS]:
         print(f"warning: {finding.path}: {finding.text}")
     verdict = f"mistakes: {len(errors)}" if errors else "equal"
     print(f"{len(prepared.files)} files, {rows} samples against index.json: {verdict}", flush=True)
@@ -437,25 +440,10 @@ def report_refused(out: Path, plan: Plan, refused: Sequence[Sequence[str]], rows
     unusable = [(where, why) for where, why in (*plan.refused, *refused)]
     write_skipped(out, unusable, plan.filtered)
     if plan.filtered:
-        print(f"excluded by the options: {len(plan.filtered)}, {_count_by_reason(plan.filtered)}")
+        print(f"excluded by the options: {len(plan.filtered)}, {store.count_by_reason(plan.filtered)}")
     count, accepted = len(unusable) + plan.unlisted, rows if plan.accepted is None else plan.accepted
-    why = f": {_count_by_reason(unusable)}; listed in {out / SKIPPED}" if count else ""
+    why = f": {store.count_by_reason(unusable)}; listed in {out / SKIPPED}" if count else ""
     print(f"refused: {count or 'none'} of {accepted + count} items{why}", flush=True)
-
-
-def _count_by_reason(items: store.Refused) -> str:
-    """Return the commonest reasons, each with its count and an example. Reasons that differ only in numbers are one."""
-    kinds: dict[str, list[str]] = {}
-    for where, reason in items:
-        kinds.setdefault(re.sub(r"\d[\d.,]*", "N", reason), []).append(f"{where}: {reason}")
-    commonest = sorted(kinds.values(), key=len, reverse=True)[:MAX_REASONS]
-    texts = [f"{len(examples)} such as {examples[0]}" for examples in commonest]
-    return " | ".join(texts + ([f"and {len(kinds) - MAX_REASONS} other reasons"] if len(kinds) > MAX_REASONS else []))
-
-
-def describe_refusal(problem: Exception, where: object) -> tuple[str, str]:
-    """Return the location of a refused item, and the reason."""
-    return str(where), str(problem).removeprefix(f"{where}: ")
 
 
 def subsample(items: Sequence[Any], count: int) -> Sequence[Any]:

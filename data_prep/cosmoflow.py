@@ -1,8 +1,8 @@
-"""CosmoFlow data: simulate universes from physics, check them, or convert the public set.
+"""CosmoFlow data: simulate universes from physics, check them, or convert the public sets.
 
     python -m data_prep.cosmoflow simulate OUT      universes of cold dark matter: Eisenstein-Hu spectrum, 2LPT, counts on a mesh
     python -m data_prep.cosmoflow check OUT         files against their index, spectra against the linear input, a picture
-    python -m data_prep.cosmoflow convert SOURCE OUT    public MLPerf TFRecords
+    python -m data_prep.cosmoflow convert SOURCE OUT    public MLPerf TFRecords, or HDF5 universes
 
 The four targets are Omega_m, sigma_8, n_s and H_0, each within 10 % of (0.3, 0.8, 0.96, 70), with Omega_b = 0.045, at redshifts 0,
 0.5, 1.5 and 3, as in the generator of the public universes (NERSC/cosmoflow-sims, janWorkflow/prepMusic_4par.sh, files
@@ -14,9 +14,10 @@ it."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import command, spectrum_check, store, tfrecord, universe
+from data_prep import command, hdf5_universe, spectrum_check, store, tfrecord, universe
 from data_prep.command import option
 from data_prep.store import Field
 from hpcai.errors import ConfigError, DataError
@@ -187,12 +188,6 @@ def simulate_counts(recipe: Recipe, index: int) -> tuple[NDArray[np.int16], NDAr
     return np.ascontiguousarray(np.moveaxis(counts, 0, -1)), variance
 
 
-def split_cubes(counts: NDArray[np.int16], size: int) -> Iterator[NDArray[np.int16]]:
-    """Yield the samples [size, size, size, C] in the order of the public set: the first axis slowest."""
-    for x, y, z in product(*(range(0, cells, size) for cells in counts.shape[:3])):
-        yield counts[x : x + size, y : y + size, z : z + size]
-
-
 def write_universe(recipe: Recipe, index: int, path: Path) -> None:
     counts, variance = simulate_counts(recipe, index)
     attributes = {
@@ -202,7 +197,7 @@ def write_universe(recipe: Recipe, index: int, path: Path) -> None:
     }  # fmt: skip
     shape = (recipe.size,) * 3 + (len(recipe.redshifts),)
     with store.create_file(path, recipe.cut**3, _fields_with_shape(*shape), attributes) as file:
-        for row, cube in enumerate(split_cubes(counts, recipe.size)):
+        for row, cube in enumerate(hdf5_universe.split_cubes(counts, recipe.size)):
             file["counts"][row] = cube
         file["target"][...] = recipe.target(index).astype(np.float32)
 
@@ -227,7 +222,9 @@ class Source(command.Settings):
     """Settings of a conversion: the part of the public files that is read."""
 
     rows_per_file: int = option(64, "TFRecord files per output file", type=command.positive)
-    channels: int = option(4, "channels of a TFRecord sample", type=command.positive)
+    channels: int = option(4, "channels of a sample", type=command.positive)
+    cut_size: int = option(128, "cells per side of a sample of an HDF5 universe", type=command.positive)
+    skip_bad: bool = command.skip_bad()
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -237,37 +234,65 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     add_ranges_option(parser)
 
 
-def convert_files(root: Path, sources: Sequence[str], channels: int, attributes: dict[str, Any], path: Path) -> None:
-    convert = partial(_convert_records, root, sources, channels, attributes, path)
+def convert_files(
+    root: Path, sources: Sequence[str], source: Source, attributes: dict[str, Any], path: Path
+) -> store.Refused:  # fmt: skip
+    convert = partial(_convert_records, root, sources, source, attributes, path)
     try:
-        convert(len(sources))
-    except _RowCountError:                      # not one record per file as in the public set: count first
-        convert(sum(1 for name in sources for _ in tfrecord.read_payloads(root / name)))
+        return convert(len(sources))
+    except _RowCountError:                      # not one sample per file as in the public TFRecords: count first
+        return convert(sum(_count_rows(root / name, source) for name in sources))
 
 
 class _RowCountError(Exception):
-    """The number of records in the source files differs from the number of rows."""
+    """The source files have more records than rows."""
 
 
-def _convert_records(root: Path, sources: Sequence[str], channels: int, attributes: dict[str, Any], path: Path, rows: int) -> None:
-    names: list[str] = []
-    samples = ((name, *sample) for name in sources for sample in tfrecord.read_samples(root / name, channels))
-    first = next(samples)                       # a file without a record is an error
-    shape, parameters = first[2].shape, len(first[3])
-    if parameters != len(PARAMETERS):
-        raise DataError(f"{first[1]}: {parameters} target values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
-    with store.create_file(path, rows, _fields_with_shape(*shape), attributes) as file:
-        for row, (source, where, counts, target) in enumerate(chain([first], samples)):
-            if row >= rows:
+def _count_rows(path: Path, source: Source) -> int:
+    count = 0
+    with suppress(DataError):                   # reported when the samples are read
+        if h5py.is_hdf5(path):
+            return hdf5_universe.count_samples(path, source.channels, source.cut_size)
+        for count, _ in enumerate(tfrecord.read_payloads(path), 1):  # noqa: B007
+            pass
+    return count
+
+
+def _usable_samples(
+    root: Path, sources: Sequence[str], source: Source, skipped: store.Skipped
+) -> Iterator[tuple[str, NDArray[np.int16], NDArray[np.float32]]]:
+    """Yield (source file, counts, target) of all samples, which have the same shape."""
+    shape: tuple[int, ...] = ()
+    for name in sources:
+        path = root / name
+        with skipped.catch(path):
+            samples = (hdf5_universe.read_samples(path, source.channels, source.cut_size) if h5py.is_hdf5(path)
+                       else tfrecord.read_samples(path, source.channels))  # fmt: skip
+            for where, counts, target in samples:
+                shape = shape or counts.shape
+                if len(target) != len(PARAMETERS):
+                    raise DataError(f"{where}: {len(target)} target values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
+                if counts.shape != shape:
+                    raise DataError(f"{where}: counts {counts.shape}, expected {shape} as in the first sample")
+                yield name, counts, target
+
+
+def _convert_records(
+    root: Path, sources: Sequence[str], source: Source, attributes: dict[str, Any], path: Path, rows: int
+) -> store.Refused:
+    names, skipped = list[str](), store.Skipped(source.skip_bad)
+    samples = _usable_samples(root, sources, source, skipped)
+    if (first := next(samples, None)) is None:
+        return skipped
+    with store.create_file(path, rows, _fields_with_shape(*first[1].shape), attributes) as file:
+        for name, counts, target in chain([first], samples):
+            if len(names) >= rows:
                 raise _RowCountError
-            if counts.shape != shape or len(target) != parameters:
-                shapes = f"counts {counts.shape} and {len(target)} targets"
-                raise DataError(f"{where}: {shapes}, expected {shape} and {parameters} as in {first[1]}")
-            file["counts"][row], file["target"][row] = counts, target
-            names.append(source)
-        if len(names) < rows:
-            raise _RowCountError
-        file.create_dataset("source", data=np.array(names, "S"))
+            file["counts"][len(names)], file["target"][len(names)] = counts, target
+            names.append(name)
+        store.truncate_rows(file, len(names))
+        file["source"] = np.array(names, "S")
+    return skipped
 
 
 def _source_files(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -284,21 +309,22 @@ def _source_files(options: argparse.Namespace) -> dict[str, list[str]]:
         visible = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
         files = sorted(path.relative_to(root).as_posix() for path in visible)
         if not files:
-            raise ConfigError(f"{folder}: no files, expected TFRecords")
+            raise ConfigError(f"{folder}: no files, expected TFRecords or HDF5 universes")
         sources[split] = files[: options.limit]
     return sources
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
-    sources, (low, high) = _source_files(options), range_ends(options)
+    source, sources, (low, high) = Source.from_options(options), _source_files(options), range_ends(options)
     # The public voxel is H_0/70 Mpc/h: 512 cells in a box of the same size in Mpc for every universe.
     attributes = {**_header(low, high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: options.channels], "voxel_mpc_h": 1.0}
     jobs: list[store.Job] = []
     for split, files in sources.items():
-        for number, names in enumerate(command.batched(files, options.rows_per_file)):
-            write = partial(convert_files, options.source, names, options.channels, attributes)
+        files_per_file = 1 if h5py.is_hdf5(options.source / files[0]) else source.rows_per_file
+        for number, names in enumerate(command.batched(files, files_per_file)):
+            write = partial(convert_files, options.source, names, source, attributes)
             jobs.append(store.Job(options.out / split / f"samples_{number:06d}.h5", write, CONTENTS))
-    recipe = {"kind": "convert", **Source.from_options(options).json_dict, "low": list(low), "high": list(high),
+    recipe = {"kind": "convert", **source.json_dict, "low": list(low), "high": list(high),
               "sources": {split: command.fingerprint(files) for split, files in sources.items()}}  # fmt: skip
     total = sum((options.source / file).stat().st_size for files in sources.values() for file in files)
     message = f"source files: {command.describe_sources(sources)}, {total / 1e6:,.1f} MB in {options.source}"
@@ -306,12 +332,12 @@ def convert(options: argparse.Namespace) -> command.Plan:
 
 
 BUILDER = command.DatasetBuilder(
-    "cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public set.", "cosmoflow",
+    "cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public sets.", "cosmoflow",
     command.Check("Files against index.json, spectra against the linear input.", spectrum_check.check_spectra,
                   ("spectra", 64, "universes whose spectra are measured")),
     (command.Simulate("Universes of cold dark matter, from their four parameters to particle counts.", Recipe,
                       ("universes", 256, "how many; a later run may ask for more"), simulate, add_ranges_option),
-     command.Convert("Public MLPerf TFRecords, plain or gzip.", Source, convert, add_source_options)),
+     command.Convert("Public MLPerf TFRecords, plain or gzip, or HDF5 universes.", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

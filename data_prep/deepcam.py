@@ -28,7 +28,7 @@ from data_prep.atmosphere import VARIABLES
 from data_prep.command import option
 from data_prep.sphere import Grid
 from data_prep.store import Field
-from hpcai.errors import ConfigError
+from hpcai.errors import ConfigError, DataError
 
 CLASSES = ("background", "tropical cyclone", "atmospheric river")
 
@@ -123,18 +123,32 @@ def _jobs(options: argparse.Namespace, members: Any, write: Any, height: int, wi
 class Source(command.Settings):
     rows: int = option(16, "samples per file", type=command.positive)
     limit: int | None = option(None, "source files per split, at most", type=command.positive)
+    skip_bad: bool = command.skip_bad()
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test with data-*.h5")
 
 
-def convert_steps(root: Path, shape: tuple[int, int], sources: Sequence[str], path: Path) -> None:
+def convert_steps(root: Path, shape: tuple[int, int], skip_bad: bool, sources: Sequence[str], path: Path) -> store.Refused:
     attributes = {**_header(Grid.globe(*shape)), "kind": "converted", "origin": "public DeepCAM time steps"}
     with store.create_file(path, len(sources), fields(*shape), attributes) as file:
-        for row, source in enumerate(sources):
-            file["fields"][row], file["mask"][row] = timestep.read(root / source, shape)
-        file.create_dataset("source", data=np.array(sources, "S"))
+        names, skipped = list[str](), store.Skipped(skip_bad)
+        for source in sources:
+            with skipped.catch(root / source):
+                file["fields"][len(names)], file["mask"][len(names)] = timestep.read(root / source, shape)
+                names.append(source)
+        store.truncate_rows(file, len(names))
+        file["source"] = np.array(names, "S")
+    return skipped
+
+
+def _first_shape(paths: Sequence[Path], skip_bad: bool) -> tuple[int, ...]:
+    skipped = store.Skipped(skip_bad)
+    for path in paths:
+        with skipped.catch(path):
+            return timestep.read(path)[1].shape
+    raise DataError(f"no file can be used: {store.count_by_reason(skipped)}")
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
@@ -146,11 +160,12 @@ def convert(options: argparse.Namespace) -> command.Plan:
         sources[split] = files
     if not sources:
         raise ConfigError(f"{options.source}: holds no folder train, validation or test; put the files of each split into one")
-    height, width = timestep.read(options.source / next(iter(sources.values()))[0])[1].shape
+    paths = [options.source / file for files in sources.values() for file in files]
+    height, width = _first_shape(paths, options.skip_bad)
     recipe = {"kind": "convert", "rows": options.rows, "height": height, "width": width,
               "sources": {split: command.fingerprint(files) for split, files in sources.items()}}  # fmt: skip
     message = f"source files: {command.describe_sources(sources)}, of {height} x {width} cells in {options.source}"
-    jobs = _jobs(options, sources, partial(convert_steps, options.source, (height, width)), height, width)
+    jobs = _jobs(options, sources, partial(convert_steps, options.source, (height, width), options.skip_bad), height, width)
     return command.Plan(recipe, jobs, _header(Grid.globe(height, width)), message)
 
 

@@ -181,6 +181,7 @@ class Source(command.Settings):
     least: tuple[int, int, int] = option(volume.MIN_SHAPE, **LEAST_OPTION)
     validation_cases: tuple[int, ...] | None = option(
         None, "numbers of the cases held out; by default those of the MLPerf reference", metavar="N,N", type=int_list)  # fmt: skip
+    skip_bad: bool = command.skip_bad()
 
     def mistakes(self) -> Iterator[str]:
         yield from _grid_mistakes(self.spacing, self.least)
@@ -190,12 +191,15 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="holds case_00000 and so on; in KiTS19 its folder data")
 
 
-def convert_case(source: Path, spacing: Triple, least: tuple[int, int, int], path: Path) -> None:
-    image, label, original_spacing = nifti.read(source)
-    if (image > -200).all():
-        print(f"warning: {source}: no value below -200, which air has; are they in HU, or 1024 higher?", file=sys.stderr)
-    attributes = {"kind": "converted", "case": source.name, "recipe": json.dumps({"spacing": spacing, "least": least})}
-    _write_case(path, image, label, original_spacing, spacing, least, attributes)
+def convert_case(source: Path, spacing: Triple, least: tuple[int, int, int], skip_bad: bool, path: Path) -> store.Refused:
+    skipped = store.Skipped(skip_bad)
+    with skipped.catch(source):
+        image, label, original_spacing = nifti.read(source)
+        if (image > -200).all():
+            print(f"warning: {source}: no value below -200, which air has; are they in HU, or 1024 higher?", file=sys.stderr)
+        attributes = {"kind": "converted", "case": source.name, "recipe": json.dumps({"spacing": spacing, "least": least})}
+        _write_case(path, image, label, original_spacing, spacing, least, attributes)
+    return skipped
 
 
 def split_cases(root: Path, chosen: Sequence[int] | None) -> tuple[dict[str, list[str]], list[str]]:
@@ -230,7 +234,7 @@ def split_cases(root: Path, chosen: Sequence[int] | None) -> tuple[dict[str, lis
 def convert(options: argparse.Namespace) -> command.Plan:
     source = Source.from_options(options)
     splits, unlabelled = split_cases(options.source, source.validation_cases)
-    grid = source.spacing, source.least
+    grid = source.spacing, source.least, source.skip_bad
     jobs = [store.Job(options.out / split / f"{name}.h5", partial(convert_case, options.source / name, *grid), CONTENTS, 1)
             for split, names in splits.items() for name in names]  # fmt: skip
     sources = {split: command.fingerprint(names, "cases, names") for split, names in splits.items()}

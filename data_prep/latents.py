@@ -87,6 +87,7 @@ class LatentSettings(command.Settings):
     limit: int | None = option(None, "use only the first N samples", type=command.positive)
     validation: float = option(None, "samples held out, or a fraction of them; without it 0.02", type=share)
     seed: int = option(0, "of the choice of these samples", type=command.natural)
+    skip_bad: bool = command.skip_bad()
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -182,29 +183,39 @@ class EncodeArgs:
     batch: int
     threads: int
     fields: tuple[tuple[str, Field], ...]
+    skip_bad: bool
 
 
-def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int], path: Path) -> None:
-    """Write a file of some samples of a shard."""
+def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int], path: Path) -> store.Refused:
+    """Write a file of some samples of a shard. Returns the samples without a usable image."""
     shard, entries = source.shard, captioned.read_entries(source.path, numbers)
     counts = dict.fromkeys([*(TRUNCATED[name] for name in args.encoded), "over_white"], 0)
     with store.create_file(path, len(entries), dict(args.fields), {"origin": shard.path.name}) as file:
-        begin = 0
-        for samples, images in _prefetch(args, shard, entries):
-            rows = slice(begin, begin := begin + len(samples))
-            for name, values in _encode_batch(args, samples, images, counts).items():
+        begin, skipped = 0, store.Skipped(args.skip_bad)
+        for batch in _prefetch(args, shard, entries, skipped):
+            rows = slice(begin, begin := begin + len(batch))
+            samples, images = [sample for sample, _ in batch], [image for _, image in batch]
+            for name, values in _encode_batch(args, samples, images, counts).items() if batch else ():
                 file[name][rows] = values
+        store.truncate_rows(file, begin)
         file.attrs.update(counts)
+    return skipped
 
 
-def _prefetch(args: EncodeArgs, shard: Shard, entries: Sequence[Entry]) -> Iterator[tuple[list[Sample], list[Tensor | None]]]:
+def _prefetch(
+    args: EncodeArgs, shard: Shard, entries: Sequence[Entry], skipped: store.Skipped
+) -> Iterator[list[tuple[Sample, Tensor | None]]]:
     """Yield batches of samples with their images. Images of the next batch are prepared in threads meanwhile."""
     with ThreadPoolExecutor(args.threads) as pool:
         reader = captioned.read_samples(shard, entries)
         batches = iter(lambda: list(islice(reader, args.batch)), [])
-        submitted = ((samples, pool.map(partial(_prepare_image, args), samples)) for samples in batches)
-        for (samples, images), _ in pairwise(chain(submitted, [([], iter(()))])):
-            yield samples, list(images)
+        submitted = ([(sample, pool.submit(_prepare_image, args, sample)) for sample in samples] for samples in batches)
+        for batch, _ in pairwise(chain(submitted, [[]])):
+            usable = []
+            for sample, image in batch:
+                with skipped.catch(sample.name):
+                    usable.append((sample, image.result()))
+            yield usable
 
 
 def _prepare_image(args: EncodeArgs, sample: Sample) -> Tensor | None:
@@ -326,7 +337,7 @@ def _plan_encoding(
             shapes[name] = load_networks(networks).text_encoders[name].shape
     fields = tuple((name, FIELDS[name]._replace(shape=tuple(shape))) for name, shape in shapes.items())
     size = None if first.moments is not None else options.size
-    args = EncodeArgs(networks, size, options.enlarge, tuple(encoded), options.batch, options.workers, fields)
+    args = EncodeArgs(networks, size, options.enlarge, tuple(encoded), options.batch, options.workers, fields, options.skip_bad)
     header = {
         "kind": "latents", "scale": scale, "shift": shift, "latents": shape[0] // 2, "size": list(shape[1:]), "image": image,
         "tokens": list(shapes["tokens"]) if "tokens" in shapes else None,

@@ -160,7 +160,7 @@ def convert_frames(selected: Sequence[SelectedFrames], source: Source, out: Path
             except DataError as problem:
                 if not source.skip_bad:
                     raise
-                refused.append(command.describe_refusal(problem, where))
+                refused.append(store.describe_refusal(problem, where))
     if not usable:
         raise DataError(f"{out}: none of its {len(refused)} frames can be used, the first because {': '.join(refused[0])}")
     frames.write(out, usable, counts, {"kind": "converted"})
@@ -181,7 +181,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
             except DataError as problem:
                 if not source.skip_bad:
                     raise
-                bad.append(command.describe_refusal(problem, path))
+                bad.append(store.describe_refusal(problem, path))
         if not origins[split]:
             raise DataError(f"{root}: none of its {len(paths)} files can be read, the first because {': '.join(bad[0])}")
     description = trajectory_sources.describe_source([origin for group in origins.values() for origin in group], options)

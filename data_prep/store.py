@@ -18,6 +18,7 @@ call, so that the same code runs under mpiexec, srun or alone.
 import hashlib
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -43,6 +44,7 @@ from hpcai.json_file import read_object
 
 SPLITS = ("train", "validation", "test")
 TIMEOUT = 1800.0                               # seconds without a new file from any other rank before rank 0 gives up
+MAX_REASONS = 3                                 # reasons of refusals that are printed
 LARGE_ROW = 1 << 24                             # values of a row that are measured at once
 Record = dict[str, Any]
 Refused = Sequence[tuple[str, str]]             # items that could not be used: where each is, and why
@@ -125,7 +127,8 @@ def _channels_last(values: h5py.Dataset, dim: int) -> Iterator[np.ndarray]:
 
 @dataclass(frozen=True)
 class Job:
-    """A file to write. It is pickled for worker processes. ``write`` may return the items that it refused."""
+    """A file to write. It is pickled for worker processes. ``write`` may return the items that it refused, and write no file if
+    none is left."""
 
     path: Path
     write: Callable[[Path], Refused | None]
@@ -134,6 +137,44 @@ class Job:
 
 
 # ---- one file
+
+
+class Skipped(list[tuple[str, str]]):
+    """The items that a writer leaves out: where each is, and why. Without ``skip_bad`` the first one is an error."""
+
+    def __init__(self, skip_bad: bool) -> None:
+        super().__init__()
+        self.skip_bad = skip_bad
+
+    @contextmanager
+    def catch(self, where: object) -> Iterator[None]:
+        """Context manager that skips the rest of its block if an item cannot be used."""
+        try:
+            yield
+        except DataError as problem:
+            if not self.skip_bad:
+                raise DataError(f"{problem}; or leave such items out with --skip-bad (finished files are kept)") from problem
+            self.append(describe_refusal(problem, where))
+
+
+def describe_refusal(problem: Exception, where: object) -> tuple[str, str]:
+    """Return the location of a refused item, and the reason."""
+    return str(where), str(problem).removeprefix(f"{where}: ")
+
+
+class _NoRowsError(Exception):
+    """A file without rows is not written."""
+
+
+def truncate_rows(file: h5py.File, rows: int) -> None:
+    """Remove the rows of a new file from ``rows`` on. A file without rows is not written: this ends its ``create_file``."""
+    if not rows:
+        raise _NoRowsError
+    for name, data in file.items():
+        if len(data) > rows:
+            values = data[:rows]
+            del file[name]
+            file[name] = values
 
 
 @contextmanager
@@ -153,6 +194,9 @@ def create_file(
             file.attrs.update({**attributes, "version": hpcai.__version__})
             yield file
         commit_file(partial, path)
+    except _NoRowsError:
+        partial.unlink()
+        path.unlink(missing_ok=True)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -202,6 +246,9 @@ def record_path(path: Path) -> Path:
 def write_file(job: Job) -> None:
     """Write the file of a job, and its record. A complete file with a record of an earlier version gets a new record only."""
     refused = None if is_finished(job, "sums") else job.write(job.path)
+    if refused and not job.path.is_file():
+        write_json(record_path(job.path), {"name": job.path.name, "rows": 0, "refused": list(refused)})
+        return
     with h5py.File(job.path, "r") as file:
         rows, *shape = file[next(iter(job.contents.fields))].shape
         record: Record = {
@@ -216,10 +263,11 @@ def is_finished(job: Job, key: str = "refused") -> bool:
     """Return whether the file exists with the size of its record and the rows of the job. Records of earlier versions lack
     ``key``."""
     record = record_path(job.path)
-    if not (job.path.is_file() and record.is_file()):
-        return False
-    contents = read_json(record)
-    return key in contents and contents.get("bytes") == job.path.stat().st_size and job.rows in (None, contents.get("rows"))
+    contents = read_json(record) if record.is_file() else {}
+    if not job.path.is_file():
+        return contents.get("rows") == 0        # all of its items were refused
+    rows = contents.get("rows", 0) + len(contents.get("refused", ()))
+    return key in contents and contents.get("bytes") == job.path.stat().st_size and job.rows in (None, rows)
 
 
 # ---- one folder
@@ -256,8 +304,10 @@ def claim_folder(out: Path, recipe: dict[str, Any]) -> None:
         write_json(path, recipe)
         return
     previous = read_json(path)
-    keys = [key for key in {**previous, **recipe} if previous.get(key) != recipe.get(key)]
-    if keys:
+    keys = [key for key in {**previous, **recipe} if key != "skip_bad" and previous.get(key) != recipe.get(key)]
+    if keys and not any(file != path and not file.name.startswith(".") for file in out.rglob("*") if file.is_file()):
+        write_json(path, recipe)                # nothing was written with the previous settings
+    elif keys:
         changed = [f"{key} {previous.get(key)} (now {recipe.get(key, 'no such setting')})" for key in keys]
         raise ConfigError(f"{out}: was made with {', '.join(changed)}; choose a new folder, or repeat those settings")
 
@@ -286,6 +336,12 @@ def finalize(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: d
     for folder in sorted(by_folder, key=[*SPLITS, *by_folder].index):
         spec = by_folder[folder]
         records = [read_json(record_path(path)) for path in sorted(job.path for job in jobs) if path.parent.name == folder]
+        refused += [each for record in records for each in record["refused"]]
+        if not (records := [record for record in records if record["rows"]]):
+            for job in jobs:
+                if not job.path.is_file():      # try them again with the next command
+                    record_path(job.path).unlink(missing_ok=True)
+            raise DataError(f"{out / folder}: no item can be used: {count_by_reason(refused)}")
         shapes = {tuple(len(record["shape"]) * [None] if spec.varies else record["shape"]) for record in records}
         if len(shapes) > 1:
             raise DataError(f"{out / folder}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
@@ -297,7 +353,6 @@ def finalize(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: d
             **header,
         }  # fmt: skip
         (statistics["splits"] if folder in SPLITS else statistics)[folder] = spec.compute_statistics(records)
-        refused += [each for record in records for each in record["refused"]]
     write_json(out / "statistics.json", statistics)
     for folder, index in indexes.items():
         write_index(out / folder, index)
@@ -305,6 +360,16 @@ def finalize(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: d
             partial.unlink(missing_ok=True)
     files = [(file["bytes"], file["rows"], folder in SPLITS) for folder, index in indexes.items() for file in index["files"]]
     return sum(size for size, _, _ in files), sum(rows for _, rows, sample in files if sample), refused
+
+
+def count_by_reason(items: Sequence[Sequence[str]]) -> str:
+    """Return the commonest reasons, each with its count and an example. Reasons that differ only in numbers are one."""
+    kinds: dict[str, list[str]] = {}
+    for where, reason in items:
+        kinds.setdefault(re.sub(r"\d[\d.,]*", "N", reason), []).append(f"{where}: {reason}")
+    commonest = sorted(kinds.values(), key=len, reverse=True)[:MAX_REASONS]
+    texts = [f"{len(examples)} such as {examples[0]}" for examples in commonest]
+    return " | ".join(texts + ([f"and {len(kinds) - MAX_REASONS} other reasons"] if len(kinds) > MAX_REASONS else []))
 
 
 # ---- the work

@@ -128,9 +128,13 @@ def read_samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.in
         if edge < 1 or edge**3 * 2 * channels != len(raw):
             raise DataError(f"{where}: {len(raw)} bytes are no cube of {channels} int16 channels; see --channels")
         target = np.array(features["y"].float_list.value, np.float32)
-        if not (np.abs(target) <= MAX_TARGET).all():     # also refuses NaN
-            raise DataError(f"{where}: target {target.tolist()}, expected finite numbers within [-{MAX_TARGET}, {MAX_TARGET}]")
+        check_target(target, where)
         counts = np.frombuffer(raw, "<i2").reshape(edge, edge, edge, channels).astype(np.int16, copy=False)
         if counts.min() < 0:
             raise DataError(f"{where}: a count of {counts.min()}, expected none below 0; these are no particle counts")
         yield where, counts, target
+
+
+def check_target(target: NDArray[np.float32], where: str) -> None:
+    if not (np.abs(target) <= MAX_TARGET).all():     # also refuses NaN
+        raise DataError(f"{where}: target {target.tolist()}, expected finite numbers within [-{MAX_TARGET}, {MAX_TARGET}]")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atmosphere import VARIABLES
-from data_prep.hdf5_source import open_dataset
+from hpcai.data.hdf5_source import open_dataset
 from hpcai.errors import DataError
 
 NETCDF_FILL = 9.969209968386869e36  # of float32 and float64

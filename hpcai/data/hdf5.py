@@ -14,6 +14,7 @@ import torch
 from hpcai.data.catalog import Catalog, read_catalog
 from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.file_cache import FileCache
+from hpcai.data.hdf5_source import check_filters, missing_values
 from hpcai.data.index import INDEX
 from hpcai.data.layout import Layout, UnreadableLayoutError, is_finite, parse_errors
 from hpcai.data.layout import hdf5_layout as layout_of
@@ -356,6 +357,10 @@ class Rows:
             if data.external or data.is_virtual:
                 raise DataError(f"{path}: the values of '{name}' are in other files; copy them (h5repack){self.remedy}")
             self._check_kind(path, name, tuple(data.shape), data.dtype)
+            check_filters(data)
+            is_default = data.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED
+            if is_default and (missing := missing_values(data)):  # HDF5 reads them as zeros
+                raise DataError(f"{path}: '{name}' has values {missing}{self.remedy}")
 
     def _check_kind(self, path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
         """Raise DataError for a dataset of another shape or dtype."""

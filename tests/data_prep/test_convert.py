@@ -1,4 +1,4 @@
-"""Conversion of public TFRecords to HDF5. Damaged records are reported with their byte offset."""
+"""Conversion of public TFRecords and HDF5 universes to our files. Damaged records are reported with their byte offset."""
 
 import gzip
 import shutil
@@ -137,6 +137,43 @@ def test_limit_takes_the_first_files(public, tmp_path):
     assert not (tmp_path / "out" / "validation").exists()
 
 
+def write_universe(path, full, unit=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        file["full"], file["unitPar"] = full, sample(5, edge=8)[1] if unit is None else unit
+
+
+@pytest.mark.parametrize("dtype", ["i2", ">i2", "u4", "f8"])
+def test_a_universe_of_any_number_type_is_cut_with_the_first_axis_slowest(dtype, tmp_path):
+    counts, target = sample(5, edge=8)
+    write_universe(tmp_path / "train" / "univ_ics_a1.hdf5", counts.astype(dtype))
+    assert convert(tmp_path, tmp_path / "out", "--cut-size", "4") == 0
+    cubes, targets = read_split(tmp_path / "out")
+    assert (cubes[1] == counts[:4, :4, 4:]).all() and (cubes[6] == counts[4:, 4:, :4]).all() and len(cubes) == 8
+    assert (targets == target).all()
+
+
+def test_bad_sources_are_left_out_counted_and_tried_again_if_none_is_left(public, tmp_path, capsys):
+    out, bad = tmp_path / "out", [public / "train" / f"u_{i:03d}.tfrecord" for i in (1, 4)]
+    for path in bad:
+        path.write_bytes(path.read_bytes()[:-1])
+    assert convert(public, out, "--rows-per-file", "4") == 2
+    check_error(capsys, "u_001.tfrecord: truncated in the record at byte 0", "leave such items out with --skip-bad")
+    assert convert(public, out, "--rows-per-file", "4", "--skip-bad") == 0       # the second file of train has no other source
+    counts, _ = read_split(out)
+    assert (counts == np.stack([sample(i)[0] for i in (0, 2, 3)])).all() and len(list((out / "train").glob("*.h5"))) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"refused: 2 of 7 items: 2 such as {bad[0]}: truncated in")
+    assert convert(public, out, "--rows-per-file", "4", "--skip-bad") == 0 and run("check", out) == 0
+    for path in (public / "validation").glob("*"):
+        path.write_bytes(b"no record")
+    options = "--split", "validation", "--skip-bad"
+    assert convert(public, tmp_path / "none", *options) == 2
+    check_error(capsys, "none/validation: no item can be used: 2 such as", "u_000.tfrecord: begins with bytes 6e 6f")
+    for i, path in enumerate((public / "validation").glob("*")):
+        path.write_bytes(record(i))
+    assert convert(public, tmp_path / "none", *options) == 0 and len(read_split(tmp_path / "none", "validation")[0]) == 2
+
+
 # ---- refusals
 
 
@@ -177,6 +214,23 @@ def test_a_damaged_file_is_reported_with_its_byte(data, messages, tmp_path, caps
     assert convert(tmp_path / "flat", tmp_path / "out", "--split", "train") == 2
     check_error(capsys, "bad.tfrecord", *messages)
     assert not list((tmp_path / "out").rglob("*.h5")) and not list((tmp_path / "out").rglob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "full, unit, message",
+    [
+        (np.zeros((8, 8, 8, 4), np.int16), None, "8 cells per side are no multiple of --cut-size 3"),
+        (np.zeros((9, 9, 8, 4), np.int16), None, "'full' is int16 (9, 9, 8, 4), expected numbers (N, N, N, 4)"),
+        (np.full((9, 9, 9, 4), 0.5), None, "'full' holds 0.5 in cell [0, 0, 0, 0], expected whole numbers from 0 to 32,767"),
+        (np.full((9, 9, 9, 4), 65535, "u2"), None, "'full' holds 65535"), (np.full((9, 9, 9, 4), -1), None, "'full' holds -1"),
+        (np.zeros((9, 9, 9, 4), int), np.full(4, 2.0), "[-1.5, 1.5]"), (np.zeros((9, 9, 9, 4)), np.zeros(3), "3 target values"),
+        (h5py.SoftLink("/counts/z0"), None, "'full' is a link to /counts/z0, where nothing is"),
+    ],
+)
+def test_a_faulty_universe_is_reported_in_one_line(full, unit, message, tmp_path, capsys):
+    write_universe(tmp_path / "train" / "u.hdf5", full, unit)
+    assert convert(tmp_path, tmp_path / "out", "--cut-size", "3") == 2
+    check_error(capsys, "u.hdf5", message)
 
 
 def test_an_error_in_a_worker_is_the_same_line(public, tmp_path, capsys):

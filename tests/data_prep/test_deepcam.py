@@ -8,9 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
-from data_prep import deepcam, detection, hdf5_source, scenes, store
+from data_prep import deepcam, detection, scenes, store
 from data_prep.atmosphere import VARIABLES
 from data_prep.sphere import Grid
+from hpcai.data import hdf5_source
 from hpcai.data.hdf5 import Rows
 from hpcai.errors import DataError
 from tests.data_prep.prep_contract import PrepContract, check_error, read_json, runner

@@ -8,6 +8,8 @@ import h5py
 
 from hpcai.errors import DataError
 
+PLUGINS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}  # without a label
+
 
 def open_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     """Return a dataset after checking that all its values can be read. Raises DataError for a link to nothing or another object, a
@@ -19,21 +21,27 @@ def open_dataset(file: h5py.File, name: str) -> h5py.Dataset:
         raise DataError(f"{file.filename}: '{name}' is a link to {link.path}, where nothing is; copy the file again") from None
     if not isinstance(data, h5py.Dataset) or data.shape is None:
         raise DataError(f"{file.filename}: '{name}' is a {type(data).__name__.lower()}, expected values")
+    check_filters(data)
+    if missing := missing_values(data):
+        raise DataError(f"{file.filename}: '{name}' has values {missing}; copy or write it again")
+    return data
+
+
+def check_filters(data: h5py.Dataset) -> None:
+    """Raise DataError if HDF5 lacks the filter of a dataset, and the package hdf5plugin does so too."""
     plist = data.id.get_create_plist()
     for number in range(plist.get_nfilters()):
         code, _, _, label = plist.get_filter(number)
         if not h5py.h5z.filter_avail(code) and find_spec("hdf5plugin") is not None:
             __import__("hdf5plugin")  # registers its filters
         if not h5py.h5z.filter_avail(code):
-            text = f"is compressed by filter {code} ({label.decode(errors='replace')}), which this HDF5 lacks"
-            raise DataError(f"{file.filename}: '{name}' {text}: pip install hdf5plugin")
-    if missing := _missing_values(data, Path(file.filename).parent):
-        raise DataError(f"{file.filename}: '{name}' has values {missing}; copy or write it again")
-    return data
+            text = f"is compressed by filter {code} ({PLUGINS.get(code) or label.decode(errors='replace')}), which this HDF5 lacks"
+            raise DataError(f"{data.file.filename}: '{data.name.strip('/')}' {text}: pip install hdf5plugin")
 
 
-def _missing_values(data: h5py.Dataset, folder: Path) -> str:
+def missing_values(data: h5py.Dataset) -> str:
     """Return the place of values that are missing, or an empty string."""
+    folder = Path(data.file.filename).parent
     for source in data.virtual_sources() if data.is_virtual else ():
         if source.file_name != "." and "%" not in source.file_name and not (folder / source.file_name).is_file():
             return f"in {source.file_name}, which is not there"
