@@ -35,7 +35,6 @@ UNITS = ("", "", "", "km/s/Mpc")
 RANGES = {"Omega_m": (0.27, 0.33), "sigma_8": (0.72, 0.88), "n_s": (0.864, 1.056), "H_0": (63.0, 77.0)}
 VALID_RANGES = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # of the fits
 PARAMETER_STREAM, FIELD_STREAM, ROUNDING_STREAM = 1, 2, 3           # streams of random numbers
-IGNORED_SUFFIXES = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}  # files that users keep beside the public ones
 
 
 # ---- contents of the files
@@ -305,9 +304,7 @@ def _source_files(options: argparse.Namespace) -> dict[str, list[str]]:
         raise ConfigError(f"{root}: contains no folder train, validation or test; for a flat folder give --split")
     sources = {}
     for split, folder in folders.items():
-        paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in IGNORED_SUFFIXES)
-        visible = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-        files = sorted(path.relative_to(root).as_posix() for path in visible)
+        files = [path.relative_to(root).as_posix() for path in command.data_files(folder)]
         if not files:
             raise ConfigError(f"{folder}: no files, expected TFRecords or HDF5 universes")
         sources[split] = files[: options.limit]

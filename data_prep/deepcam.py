@@ -152,9 +152,11 @@ def _first_shape(paths: Sequence[Path], skip_bad: bool) -> tuple[int, ...]:
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
-    sources: dict[str, list[str]] = {}
+    sources, unread = dict[str, list[str]](), list[tuple[str, str]]()
     for split, folder in command.source_folders(options.source, "data-*.h5 in each").items():
-        files = sorted(path.relative_to(options.source).as_posix() for path in folder.glob("data-*.h5"))[: options.limit]
+        steps = sorted(folder.glob("data-*.h5"))
+        files = [path.relative_to(options.source).as_posix() for path in steps][: options.limit]
+        unread += command.list_unread(folder, steps)
         if not files:
             raise ConfigError(f"{folder}: no files data-*.h5; name the folder of the splits, such as train")
         sources[split] = files
@@ -166,7 +168,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
               "sources": {split: command.fingerprint(files) for split, files in sources.items()}}  # fmt: skip
     message = f"source files: {command.describe_sources(sources)}, of {height} x {width} cells in {options.source}"
     jobs = _jobs(options, sources, partial(convert_steps, options.source, (height, width), options.skip_bad), height, width)
-    return command.Plan(recipe, jobs, _header(Grid.globe(height, width)), message)
+    return command.Plan(recipe, jobs, _header(Grid.globe(height, width)), message, refused=unread)
 
 
 # ---- check

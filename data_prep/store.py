@@ -309,7 +309,8 @@ def claim_folder(out: Path, recipe: dict[str, Any]) -> None:
         write_json(path, recipe)                # nothing was written with the previous settings
     elif keys:
         changed = [f"{key} {previous.get(key)} (now {recipe.get(key, 'no such setting')})" for key in keys]
-        raise ConfigError(f"{out}: was made with {', '.join(changed)}; choose a new folder, or repeat those settings")
+        advice = "choose a new folder" if any(out.rglob("*.h5")) else "delete it (no file is finished)"
+        raise ConfigError(f"{out}: was made with {', '.join(changed)}; {advice}, or repeat those settings")
 
 
 def refuse_unplanned_files(out: Path, jobs: Sequence[Job], advice: str) -> None:

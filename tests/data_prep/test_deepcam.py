@@ -167,6 +167,18 @@ def test_a_faulty_step_is_refused_with_its_name(tmp_path, capsys, fault):
     assert not list((tmp_path / "out").rglob("*.h5")) and not list((tmp_path / "out").rglob("*.partial"))
 
 
+def test_bad_steps_are_left_out_and_counted(tmp_path, capsys):
+    steps = [write_step(tmp_path / "train" / f"data-{number}.h5", number) for number in range(4)]
+    for number in (0, 2):
+        (tmp_path / "train" / f"data-{number}.h5").write_bytes(b"not HDF5")
+    for name in ("readme.md", "._data-1.h5", "data-1.nc"):
+        (tmp_path / "train" / name).touch()
+    assert run("convert", tmp_path, tmp_path / "out", "--skip-bad") == run("check", tmp_path / "out") == 0
+    fields, mask = read_split(tmp_path / "out")
+    assert (fields == np.stack([steps[1][0], steps[3][0]])).all() and (mask == np.stack([steps[1][1], steps[3][1]])).all()
+    assert "refused: 3 of 5 items: 2 such as " in (output := capsys.readouterr().out) and "files .nc are not read" in output
+
+
 def virtual(file, path):
     layout = h5py.VirtualLayout((8, 4), "f4")
     for number in range(2):

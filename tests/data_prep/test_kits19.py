@@ -271,6 +271,17 @@ def test_values_that_are_not_in_hounsfield_units_are_reported(public, tmp_path, 
     assert stdout.count("most voxels are above 304 HU") == 1 and "case_00001.h5: most voxels" in stdout
 
 
+def test_a_bad_case_is_left_out_and_counted(public, tmp_path, capsys):
+    source = Path(shutil.copytree(public, tmp_path / "in"))
+    patch(source / "case_00001", lambda data: data[:-200])
+    options = *GRID, "--validation-cases", "3"
+    assert run("convert", source, tmp_path / "out", *options) == 2
+    check_error(capsys, "case_00001/imaging.nii.gz: cannot be read", "leave such items out with --skip-bad")
+    assert run("convert", source, tmp_path / "out", *options, "--skip-bad") == run("check", tmp_path / "out") == 0
+    assert {path.stem for path in (tmp_path / "out" / "train").glob("*.h5")} == {"case_00000", "case_00002"}
+    assert "refused: 1 of 4 items: 1 such as " in capsys.readouterr().out
+
+
 FAULTS = {
     "missing": (lambda case: (case / nifti.LABEL).unlink(), nifti.LABEL, ["no such file"]),
     "cut": (lambda case: patch(case, lambda data: data[:-200]), nifti.IMAGE, ["cannot be read", "fetch it again"]),

@@ -250,23 +250,27 @@ def test_encoders_are_named_separately_and_captions_may_be_absent(
     check_rows(tmp_path / "three", pipeline, ["moments"])
 
 
-def test_long_captions_and_transparent_or_unread_images_are_counted(
+def test_long_captions_and_transparent_unread_or_damaged_images_are_counted(
     pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_images(tmp_path / "in")
     long = (folder / "04.txt").write_text("cat " * 20) and "cat " * 20
     (folder / "06.png").write_bytes(encode(np.dstack([picture(6), picture(7)[..., 0]])))
     (folder / "6.tif").write_bytes(encode(picture(6), "tiff"))
+    (folder / "03.png").write_bytes(encode(picture(3))[:90])
     args = [folder, tmp_path / "out", "--model", pipeline, *SMALL]
     assert convert(*args) == 2
+    error = capsys.readouterr().err
+    assert f"{folder / '03.png'}: cannot be read as an image" in error and "leave such items out with --skip-bad" in error
+    assert convert(*args, "--skip-bad") == 2
     assert f"{folder / '04.npy'}: a caption of 21 tokens, {pipeline / 'text_encoder_2'} takes {N}" in capsys.readouterr().err
-    assert convert(*args[:1], tmp_path / "truncated", *args[2:], "--long", "cut") == 0
+    assert convert(*args[:1], tmp_path / "truncated", *args[2:], "--long", "cut", "--skip-bad") == 0
     output = capsys.readouterr().out
     split = "train" if 4 in split_numbers()["train"] else "validation"
     assert f"{split}: 1 captions were truncated for tokens" in output and f"{split}: 1 captions were truncated for pooled" in output
-    assert "1 images had transparent pixels" in output and "refused: 1 of 11 items: " in output
-    assert "6.tif: .tif is not read; convert it to .png" in output
-    row = split_numbers()[split].index(4)
+    assert "1 images had transparent pixels" in output and "refused: 2 of 11 items: " in output
+    assert "6.tif: .tif is not read; convert it to .png" in output and "03.png: cannot be read as an image" in output
+    row = [number for number in split_numbers()[split] if number != 3].index(4)
     expected = expected_row(pipeline, 4, long)["tokens"].numpy()
     assert columns(tmp_path / "truncated" / split)["tokens"][row] == pytest.approx(expected, abs=2e-3)
 

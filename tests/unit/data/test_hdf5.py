@@ -159,8 +159,8 @@ def test_rows_that_the_index_lists_and_the_file_lacks_raise(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("reader", ["direct", "hdf5", "memory"])
-@pytest.mark.parametrize("kind", ["link", "external", "virtual"])
-def test_values_of_another_file_are_never_read(tmp_path: Path, kind: str, reader: str) -> None:
+@pytest.mark.parametrize("kind", ["link", "external", "virtual", "unwritten"])
+def test_values_of_another_file_or_none_are_never_read(tmp_path: Path, kind: str, reader: str) -> None:
     """A link can name any readable file, and its offset would be applied to this file."""
     write_h5(tmp_path / "other.h5")
     (tmp_path / "set").mkdir()
@@ -171,11 +171,13 @@ def test_values_of_another_file_are_never_read(tmp_path: Path, kind: str, reader
             file["counts"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "/counts")
         elif kind == "external":
             file.create_dataset("counts", shape, "i2", external=[(str(tmp_path / "other.h5"), 0, h5py.h5f.UNLIMITED)])
+        elif kind == "unwritten":
+            file.create_dataset("counts", shape, "i2", chunks=(1, *shape[1:]))[:1] = 1
         else:
             layout = h5py.VirtualLayout(shape, "i2")
             layout[:] = h5py.VirtualSource(tmp_path / "other.h5", "counts", shape)
             file.create_virtual_dataset("counts", layout)
-    with pytest.raises(DataError, match="u0.h5: .*(into another file|in other files); copy"):
+    with pytest.raises(DataError, match="u0.h5: .*(into another file|in other files|in 2 chunks, of which 1 were never written)"):
         Rows(tmp_path / "set", FIELDS, reader=reader).read(0)
 
 
