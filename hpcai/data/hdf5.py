@@ -347,7 +347,7 @@ class Rows:
 
     def _check_datasets(self, path: Path, file: h5py.File) -> None:
         for name, (dtype, _) in self.fields.items():
-            if name not in file:
+            if file.get(name) is None:  # also a link to nothing
                 raise DataError(f"{path}: no dataset '{name}'; it has {', '.join(file) or 'none'}{self.remedy}")
             data = file[name]
             if data.file.filename != file.filename:  # an external link could be to any file of this machine

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from hpcai.cli.check.disk import evict
 from hpcai.data import layout
+from hpcai.data.hdf5_source import check_filters, missing_values
 from hpcai.errors import DataError
 
 ARRAY = "values"
@@ -144,6 +145,9 @@ def _describe_dataset(file: h5py.File, name: str) -> DatasetInfo:
     if not data.shape:
         return DatasetInfo(kind="scalar", **kwargs)
     try:
+        check_filters(data)
+        if (data.is_virtual or data.external) and (missing := missing_values(data)):
+            raise DataError(f"has values {missing}; copy or write it again")
         stored = layout.hdf5_layout(file, name)
     except DataError as error:
         kwargs["why"] = str(error).removeprefix(f"{file.filename}: ")

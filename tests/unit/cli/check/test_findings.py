@@ -69,9 +69,11 @@ def compact(file: h5py.File) -> None:
     file["target"][...] = data
 
 
-def external(file: h5py.File) -> None:
+def external(file: h5py.File, values: int = ROWS * 3) -> None:
+    path = Path(file.filename).with_suffix(".bin")
+    path.write_bytes(bytes(4 * values))
     del file["target"]
-    file.create_dataset("target", (ROWS, 3), np.float32, external=[("/dev/zero", 0, h5py.h5f.UNLIMITED)])
+    file.create_dataset("target", (ROWS, 3), np.float32, external=[(str(path), 0, h5py.h5f.UNLIMITED)])
 
 
 def write_unaligned(root: Path, patch: pytest.MonkeyPatch) -> None:
@@ -150,6 +152,8 @@ FAULTS = [
           text="each read decompresses a whole chunk of (1, 16, 16, 16, 4); h5repack -l CONTI"),
     Fault("layout", inside("train/u0.h5", compact), "train/u0.h5", "target", text="contiguous values in the file"),
     Fault("layout/elsewhere", inside("train/u0.h5", external), "train/u0.h5", "target", text="are not checked; direct reads need"),
+    Fault("unreadable", inside("train/u0.h5", lambda file: external(file, 9)), "train/u0.h5", "target",
+          text="u0.bin, which has 36 bytes, expected 48; copy or write it again"),
     Fault("layout/objects", inside("train/u0.h5", lambda file: file.update(text=["a"] * 4)), "train/u0.h5", "text",
           text="its values are not checked", others=frozenset({"schema"})),
     Fault("chunked", on("train/u0.h5", lambda p: put(p, arrays(500), chunks=(1, 8, 8, 8, 4))), "train/u0.h5", "counts",
