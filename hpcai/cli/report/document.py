@@ -7,8 +7,6 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from hpcai import startup
 from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import Plot
@@ -59,15 +57,13 @@ def _header(run: RunRecord) -> str:
 
 def _tiles(run: RunRecord) -> str:
     last = (run.events_of("train") or run.events_of("stop") or [{}])[-1]
-    rate = run.series("train", "samples_per_second")[1]
     tiles = []
     name = run.setting("train.metric") or next(iter(run.names("evaluate")), None)
     if name and (best := run.best(name)):
         target = f", target {format_number(run.target(name))}" if run.target(name) is not None else ""
         tiles.append((f"best validation {name}", format_number(best[1]), f"at step {best[0]:,}{target}"))
-    if np.isfinite(rate).any():
+    if (median := run.throughput) is not None:
         world = run.start.get("world") or 1
-        median = float(np.nanmedian(rate))
         each = f"; {format_rate(median / world)} per process" if world > 1 else ""
         tiles.append(("throughput", format_rate(median), f"median{each}"))
     tiles.append(("training time", format_duration(run.seconds), f"{last.get('samples') or 0:,} samples seen"))
