@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(_part_module(args.list).cases()))
         return 0
     part_of_case = {name: part for part in args.parts for name in _part_module(part).cases()}
-    _check_names(parser, f"case in {' or '.join(args.parts)}", args.case, part_of_case)
+    _check_names(parser, "case", args.case, part_of_case, f" in {' or '.join(args.parts)}")
     _check_names(parser, "variant", args.variants, dict.fromkeys(v for part in args.parts for v in _part_module(part).VARIANTS))
     args.parts = sorted({part_of_case[name] for name in args.case or part_of_case})
     result = _measure_here(args, part_of_case) if args.case else _measure_in_subprocesses(args, part_of_case)
@@ -61,10 +61,9 @@ def _part_module(name: str) -> Any:
     return import_module(f"hpcai.cli.bench.{PARTS[name]}")
 
 
-def _check_names(parser: Any, what: str, names: Sequence[str] | None, known: Any) -> None:
+def _check_names(parser: Any, kind: str, names: Sequence[str] | None, known: Any, where: str = "") -> None:
     if unknown := sorted(set(names or ()) - set(known)):
-        kind, *where = what.split(" ", 1)
-        parser.error(f"there is no {kind} {unknown[0]!r}{''.join(f' {w}' for w in where)}; expected some of {', '.join(known)}")
+        parser.error(f"there is no {kind} {unknown[0]!r}{where}; expected some of {', '.join(known)}")
 
 
 def _measure_here(args: Any, part_of_case: dict[str, str]) -> Row:
