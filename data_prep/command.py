@@ -36,6 +36,7 @@ from hpcai.cli.check import Options, check_dataset
 from hpcai.data.index import INDEX, write_json
 from hpcai.durable import locked_directory
 from hpcai.errors import ConfigError, DataError, HpcaiError
+from hpcai.host_limits import raise_file_limit
 from hpcai.programs import command_of_app
 from hpcai.stop import interrupt_on_signal
 
@@ -339,6 +340,7 @@ class DatasetBuilder:
     def main(self, arguments: Sequence[str] | None = None) -> int:
         try:
             options = self.parser().parse_args(arguments)
+            raise_file_limit()
             with interrupt_on_signal():
                 return int(options.run(options))
         except (HpcaiError, OSError) as error:

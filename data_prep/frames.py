@@ -53,21 +53,21 @@ class Frame:
     frame: int = 0
     source: int = 0
     labels: str | None = None                   # method of the labels, if known
-    found: tuple[str, ...] = ()                 # names of values in the file that may be energies or forces
+    candidates: tuple[str, ...] = ()            # names of values in the file that may be energies or forces
     notes: tuple[str, ...] = ()                 # how values of the file were understood, if not by the usual names
 
 
 def check_labels(frame: Frame, where: str) -> None:
     """Raise DataError, which begins with ``where``, for a frame without energy and forces, or with invalid ones."""
-    advice = "compute it, or leave such frames out with --skip-bad"
     if frame.energy is None or frame.forces is None:
-        keys = f" (it has {', '.join(frame.found)}: name them by --energy-key and --forces-key)" if frame.found else ""
-        raise DataError(f"{where}: has no {'energy' if frame.energy is None else 'forces'}{keys}; {advice}")
+        names = ", ".join(frame.candidates)
+        keys = f" (it has {names}: name them by --energy-key and --forces-key)" if names else ""
+        raise DataError(f"{where}: has no {'energy' if frame.energy is None else 'forces'}{keys}; compute it")
     for name, values, shape in (("energy", np.asarray(frame.energy), ()), ("forces", frame.forces, (len(frame.numbers), 3))):
         if values.shape != shape:
-            raise DataError(f"{where}: {name} has shape {list(values.shape)}, expected {list(shape)}; {advice}")
+            raise DataError(f"{where}: {name} has shape {list(values.shape)}, expected {list(shape)}; compute it")
         if not np.isfinite(values).all():
-            raise DataError(f"{where}: {name} holds NaN or infinity; {advice}")
+            raise DataError(f"{where}: {name} holds NaN or infinity; compute it")
 
 
 def count_graph(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]:
@@ -78,8 +78,7 @@ def count_graph(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int
     _, positions, cell, pbc = periodic.check_atoms(frame.numbers, stored, frame.cell, frame.pbc, where)
     neighbours = periodic.neighbour_list(positions, cell, pbc, cutoff, most)
     if not len(neighbours.centre):
-        raise DataError(f"{where}: no two atoms are within {cutoff:g} angstrom; raise --cutoff, or leave such frames out with "
-                        "--skip-bad")  # fmt: skip
+        raise DataError(f"{where}: no two atoms are within {cutoff:g} angstrom; raise --cutoff")
     return len(neighbours.centre), periodic.count_triplets(neighbours, len(positions))
 
 

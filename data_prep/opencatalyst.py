@@ -143,7 +143,7 @@ class SelectedFrames:
 def convert_frames(selected: Sequence[SelectedFrames], source: Source, out: Path) -> store.Refused:
     """Write a file of frames. Returns the frames that cannot be used."""
     usable: list[Frame] = []
-    counts, refused, keys = [], list[tuple[str, str]](), (source.energy_key, source.forces_key)
+    counts, refused, keys = [], store.Skipped(source.skip_bad), (source.energy_key, source.forces_key)
     for selection in selected:
         for index, item in enumerate(trajectories.frame_readers(selection.path, selection.name, keys)):
             if index > max(selection.frames):
@@ -151,18 +151,13 @@ def convert_frames(selected: Sequence[SelectedFrames], source: Source, out: Path
             if index not in selection.frames:
                 continue
             where = f"{selection.path}: frame {index}"
-            try:
+            with refused.catch(where):
                 frame = item()
-                where = f"{where} (system {frame.system})"
                 if frame.labels not in (None, selection.labels):
                     hint = f"others of the file have {selection.labels or 'none'}; use one file for each method"
                     raise DataError(f"{where}: labels of {frame.labels}, {hint}")
                 counts.append(frames.count_graph(frame, source.cutoff, source.most, where))
                 usable.append(frame)
-            except DataError as problem:
-                if not source.skip_bad:
-                    raise
-                refused.append(store.describe_refusal(problem, where))
     if usable:
         frames.write(out, usable, counts, {"kind": "converted"})
     return refused
@@ -172,17 +167,13 @@ def convert(options: argparse.Namespace) -> command.Plan:
     source, root = Source.from_options(options), options.source
     files = trajectory_sources.find_files(root)
     by_system = "" in files and not source.hold_last and source.validation + source.test > 0
-    bad: list[tuple[str, str]] = []
+    bad = store.Skipped(source.skip_bad)
     origins: dict[str, list[trajectory_sources.SourceFile]] = {}
     for split, paths in files.items():
         origins[split] = []
         for path in paths:
-            try:
+            with bad.catch(path):
                 origins[split].append(trajectory_sources.inspect_file(path, options, by_system))
-            except DataError as problem:
-                if not source.skip_bad:
-                    raise
-                bad.append(store.describe_refusal(problem, path))
         if not origins[split]:
             raise DataError(f"{root}: none of its {len(paths)} files can be read, the first because {': '.join(bad[0])}")
     all_origins = [origin for group in origins.values() for origin in group]

@@ -33,7 +33,7 @@ Keys = tuple[str | None, str | None]                   # names of energy and for
 FrameReader = Callable[[], Frame]                      # reads one frame, or raises DataError with its location
 DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 SUFFIXES = (".extxyz", ".xyz", ".traj", ".aselmdb")
-ADVICE = "fetch it again, or leave it out with --skip-bad"
+ADVICE = "fetch it again"
 MAX_BYTES = 1 << 26                               # of a line, or of a decompressed row
 MAX_COLUMNS = 1000                             # of one property of extended XYZ: ASE allocates memory for all
 UNKNOWN_METHODS = ("None", "unknown", "socketiocalculator")         # of calculators, without a method
@@ -139,7 +139,7 @@ def _parse_block(path: Path, name: str, keys: Keys, index: int, block: str | Dat
         try:
             atoms = import_ase().io.read(io.StringIO(_normalize(block)), format="extxyz", index=0)
         except KeyError as problem:
-            raise ValueError(f"an atom is named {problem}, expected an element") from problem
+            raise ValueError(f"ASE does not know {problem}; expected elements as names of atoms") from problem
         return _from_atoms(atoms, name, keys, index, about, reference)
 
 
@@ -174,7 +174,7 @@ def _from_atoms(atoms: Any, name: str, keys: Keys, index: int, about: dict[str, 
     results, about = (atoms.calc.results if atoms.calc else {}), {**atoms.info, **about}
     calculator = about.get("calculator") or (getattr(atoms.calc, "name", None) if atoms.calc else None)
     return _make_frame(
-        name, keys, index, about, {**about, **atoms.arrays, **results}, atoms.cell.array, atoms.pbc,
+        name, keys, index, about, {**about, "tags": None, **atoms.arrays, **results}, atoms.cell.array, atoms.pbc,
         atoms.arrays.get("fixed", _fixed_atoms(len(atoms), [each.todict() for each in atoms.constraints])), reference, calculator,
     )  # fmt: skip
 
@@ -200,8 +200,8 @@ def _make_frame(
     pairs = [(keys[0] or energy, keys[1] or forces) for energy, forces in LABEL_KEYS]
     pair = next((pair for pair in pairs if all(values.get(key) is not None for key in pair)), pairs[0])
     energy, forces = map(values.get, pair)
-    found = tuple(key for key, value in values.items() if np.shape(value) in ((), (len(z), 3)) and key != "positions"
-                  and np.asarray(value).dtype.kind in "iuf")  # fmt: skip
+    candidates = tuple(key for key, value in values.items() if isinstance(value, float | np.number)
+                       or (isinstance(value, np.ndarray) and value.shape == (len(z), 3) and key != "positions"))  # fmt: skip
     tags, note = _oc20_tags(values.get("tags"), positions)
     notes = (*([f"energies are {pair[0]}, forces {pair[1]}"] if pair == LABEL_KEYS[-1] else []), *([note] if note else []))
     sid, fid = (next((about[key] for key in keys if about.get(key) is not None), None)
@@ -214,7 +214,7 @@ def _make_frame(
         z, positions, np.asarray(cell, np.float64).reshape(3, 3), np.asarray(pbc, np.uint8),
         None if energy is None else float(energy) - reference, None if forces is None else np.asarray(forces, np.float64),
         tags, np.asarray(fixed, np.uint8), system, index if frame is None or frame >= 1 << 31 else frame, labels=method,
-        found=found, notes=notes,
+        candidates=candidates, notes=notes,
     )  # fmt: skip
 
 
@@ -289,7 +289,8 @@ def _parse_row(value: bytes, name: str, keys: Keys, index: int) -> Frame:
     row = json.loads(zlib.decompressobj().decompress(value, MAX_BYTES), object_hook=_decode_array)
     about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
     fixed = _fixed_atoms(len(row["numbers"]), row.get("constraints", []))
-    return _make_frame(name, keys, index, about, {**about, **row}, row["cell"], row["pbc"], fixed, 0.0, row.get("calculator"))
+    return _make_frame(name, keys, index, about, {**about, "tags": None, **row}, row["cell"], row["pbc"], fixed, 0.0,
+                       row.get("calculator"))  # fmt: skip
 
 
 def _decode_array(value: dict[str, Any]) -> Any:

@@ -69,7 +69,7 @@ def check_frames(files: Sequence[SourceFile], options: argparse.Namespace) -> st
     refused, total = [each for file in files for each in file.refused], sum(len(file.systems) for file in files)
     text = f"{len(refused)} of {total} frames cannot be used: {store.count_by_reason(refused)}" if refused else ""
     if refused and (not options.skip_bad or len(refused) == total):
-        raise DataError(f"{options.source}: {text}")
+        raise DataError(f"{options.source}: {text}" + "; or leave them out with --skip-bad" * (len(refused) < total))
     return text
 
 

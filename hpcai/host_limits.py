@@ -43,9 +43,9 @@ def count_cpus(root: Path = Path("/")) -> int:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files to the highest that the system permits, and return it: many systems start with 1,024."""
+    """Raise the limit of open files as far as the system permits, to 2^20 at most, and return it: many start with 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    highest = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
     if soft != resource.RLIM_INFINITY and soft < highest:
         with suppress(OSError, ValueError):  # the kernel may have a lower one of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))

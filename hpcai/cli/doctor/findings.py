@@ -145,10 +145,11 @@ def _cores(report: Report) -> Rule:
     for _, ranks in group_ranks({member.rank: member.machine for member in report.members}):
         members = [report.members[rank] for rank in ranks]
         threads, cpus = sum(member.threads for member in members), set[int]().union(*(member.cpus for member in members))
-        if len(members) > 1 and threads > len(cpus) > 0:
-            per_rank = len(cpus) // len(members)
-            advice = f"set OMP_NUM_THREADS={per_rank}" if per_rank else f"start at most {len(cpus)} ranks there"
-            yield "threads", ranks, {"threads": threads, "cpus": len(cpus), "advice": advice}
+        usable = min(len(cpus), *(member.usable for member in members))
+        if len(members) > 1 and threads > usable > 0:
+            per_rank = usable // len(members)
+            advice = f"set OMP_NUM_THREADS={per_rank}" if per_rank else f"start at most {usable} ranks there"
+            yield "threads", ranks, {"threads": threads, "cpus": usable, "advice": advice}
         sets = group_ranks({member.rank: member.cpus for member in members if is_bound(member)})
         for own, same in sets:
             if len(same) > 1 and len(own) == 1:

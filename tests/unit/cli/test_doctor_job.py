@@ -182,7 +182,8 @@ def test_a_rank_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     for name, text in {
         "proc/sys/kernel/random/boot_id": "b00t\n", "sys/devices/system/cpu/online": "0-15\n",
         "sys/devices/system/node/node0/cpulist": "0-7\n", "sys/devices/system/node/node1/cpulist": "8-15\n",
-        "sys/class/infiniband/mlx5_0/x": "", "proc/driver/nvidia/version":
+        "sys/class/infiniband/mlx5_0/x": "", "proc/self/cgroup": "0::/",
+        "sys/fs/cgroup/cpu.max": "15 10", "proc/driver/nvidia/version":
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12\n",
     }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -200,6 +201,7 @@ def test_a_rank_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     assert report.versions["NVIDIA driver"] == "570.86.15" and report.gpu_problem.startswith("the NVIDIA driver is there")
     assert report.variables["NCCL_ALGO"] == "Ring" and not {"HPCAI_TOKEN", "UCX_NET_DEVICES"} & set(report.variables)
     assert page.describe_cores([report]).startswith("3 of 16 CPUs (6-8), ") and ", NUMA 0-1" in page.describe_cores([report])
+    assert report.usable == 2 and ", a quota of 2 CPUs" in page.describe_cores([report])
 
 
 def test_a_gpu_is_found_with_its_address_and_numa_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,14 +287,12 @@ def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_open_files_is_raised_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
-    try:
-        assert FileCache(str, str, 64)._limit == min(64, hard // 8) and resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
-    assert FileCache(str, str, 64)._limit == 8
+    limits = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: limits.append(pair))
+    for soft, hard, kept in ((64, 128, 16), (64, 64, 8), (64, resource.RLIM_INFINITY, 64)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, pair=(soft, hard): pair)
+        assert FileCache(str, str, 64)._limit == kept
+    assert limits == [(128, 128), (1 << 20, resource.RLIM_INFINITY)]
 
 
 def test_a_reader_is_pickled_without_its_files(file: Path) -> None:

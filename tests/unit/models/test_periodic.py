@@ -61,7 +61,7 @@ def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -
 
 def test_left_handed_cells_have_the_edges_of_right_handed_ones() -> None:
     r, cell, _ = fcc(2)
-    pbc = np.array([True, False, True])
+    pbc = np.array([True, True, False])
     _, _, left, periodic = check_atoms(np.full(len(r), 29), r, cell[[1, 0, 2]], pbc[[1, 0, 2]])
     expected, actual = neighbour_list(r, cell, pbc, 6.0, 50), neighbour_list(r, left, periodic, 6.0, 50)
     assert np.array_equal(actual.offset[:, [1, 0, 2]], expected.offset) and np.array_equal(actual.vector, expected.vector)
