@@ -116,8 +116,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_contains_the_library_and_suite_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hpcai", "hpcai_suite"}
-    listing = ["git", "ls-files", "hpcai/*.py", "hpcai/*.json", *SUITE]
-    tracked = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.check_output(["git", "ls-files", "hpcai/*.py", "hpcai/*.json", *SUITE], cwd=ROOT, text=True).split()
     members = {name.removeprefix("hpcai/suite/") for name in names}
     assert members >= {name for name in tracked if (ROOT / name).is_file()}
     assert not [name for name in members if name.endswith(".pyc") or name.startswith("apps/gone/")]
