@@ -23,7 +23,7 @@ from hpcai.models.openfold.structures import Chain
 Array = NDArray[Any]
 NAME_BYTES = 24                                 # bytes
 MAX_DELETIONS = 255                             # the feature of the network, atan(d / 3) * 2 / pi, is 0.9925 at this value
-CA = ATOM_ORDER["CA"]
+N, CA = ATOM_ORDER["N"], ATOM_ORDER["CA"]
 UNKNOWN_DAY = -1
 FIELDS = {
     "residues": Field("int32", (), 1), "letters": Field("int32", (), 1), "name": Field(f"S{NAME_BYTES}"),
@@ -57,7 +57,11 @@ def days_since_epoch(release: date | None) -> int:
 
 
 def template_row(chain: Chain) -> dict[str, Any]:
-    """Return the stored fields of a structure."""
+    """Return the stored fields of a structure. Raises DataError if its bonds have the length of another unit."""
+    bonds = np.linalg.norm(chain.positions[:, CA] - chain.positions[:, N], axis=1)[chain.mask[:, [N, CA]].all(1)]
+    if len(bonds) and not 1.1 <= (median := float(np.median(bonds))) <= 1.9:
+        text = f"N and CA are {median:.3g} angstrom apart at the median"
+        raise DataError(f"{chain.name}: {text}, expected 1.46; convert the coordinates to angstrom")
     return {"residues": len(chain.aatype), "name": chain.name.encode("ascii"), "resolution": chain.resolution or 0,
             "release": days_since_epoch(chain.release), "aatype": chain.aatype,
             "positions": chain.positions, "mask": chain.mask}  # fmt: skip

@@ -53,19 +53,27 @@ class Frame:
     frame: int = 0
     source: int = 0
     labels: str | None = None                   # method of the labels, if known
+    found: tuple[str, ...] = ()                 # names of values in the file that may be energies or forces
+    notes: tuple[str, ...] = ()                 # how values of the file were understood, if not by the usual names
 
 
-def count_graph(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]:
-    """Return the edges and triplets of a frame at its stored precision. Raises DataError, which begins with ``where``, for a frame
-    without a valid graph or labels."""
+def check_labels(frame: Frame, where: str) -> None:
+    """Raise DataError, which begins with ``where``, for a frame without energy and forces, or with invalid ones."""
     advice = "compute it, or leave such frames out with --skip-bad"
     if frame.energy is None or frame.forces is None:
-        raise DataError(f"{where}: has no {'energy' if frame.energy is None else 'forces'}; {advice}")
+        keys = f" (it has {', '.join(frame.found)}: name them by --energy-key and --forces-key)" if frame.found else ""
+        raise DataError(f"{where}: has no {'energy' if frame.energy is None else 'forces'}{keys}; {advice}")
     for name, values, shape in (("energy", np.asarray(frame.energy), ()), ("forces", frame.forces, (len(frame.numbers), 3))):
         if values.shape != shape:
             raise DataError(f"{where}: {name} has shape {list(values.shape)}, expected {list(shape)}; {advice}")
         if not np.isfinite(values).all():
             raise DataError(f"{where}: {name} holds NaN or infinity; {advice}")
+
+
+def count_graph(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]:
+    """Return the edges and triplets of a frame at its stored precision. Raises DataError, which begins with ``where``, for a frame
+    without a valid graph or labels."""
+    check_labels(frame, where)
     stored = np.asarray(frame.positions).astype(np.float32)
     _, positions, cell, pbc = periodic.check_atoms(frame.numbers, stored, frame.cell, frame.pbc, where)
     neighbours = periodic.neighbour_list(positions, cell, pbc, cutoff, most)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.tfrecord import check_target
-from hpcai.data.hdf5_source import open_dataset
+from hpcai.data.hdf5_source import fill_values, open_dataset
 from hpcai.errors import DataError
 
 MAX_COUNT = np.iinfo(np.int16).max
@@ -56,15 +56,16 @@ def read_samples(path: Path, channels: int, size: int) -> Iterator[tuple[str, ND
     with _open(path, channels, size) as (full, target):
         check_target(target, str(path))
         for x in range(0, full.shape[0], size):
-            for cube in split_cubes(_whole_counts(full[x : x + size], path, x), size):
+            for cube in split_cubes(_whole_counts(full, x, size), size):
                 yield str(path), cube, target
 
 
-def _whole_counts(slab: NDArray[np.generic], path: Path, begin: int) -> NDArray[np.int16]:
+def _whole_counts(full: h5py.Dataset, begin: int, size: int) -> NDArray[np.int16]:
+    slab = full[begin : begin + size]
     counts = slab.astype(np.int16, copy=False)
-    # A value below 0 or beyond the range of int16 is another number, or negative.
-    if (bad := (counts < 0) | (counts != slab)).any():
+    # A value beyond the range of int16 becomes another number.
+    if (bad := (counts < 0) | (counts != slab) | np.isin(slab, fill_values(full))).any():
         x, *cell = np.argwhere(bad)[0].tolist()
         text = f"'full' holds {slab[x, *cell]} in cell {[begin + x, *cell]}"
-        raise DataError(f"{path}: {text}, expected whole numbers from 0 to {MAX_COUNT:,}")
+        raise DataError(f"{full.file.filename}: {text}, expected whole numbers from 0 to {MAX_COUNT:,}, and no fill value")
     return counts

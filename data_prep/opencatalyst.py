@@ -117,6 +117,8 @@ class Source(command.Settings):
     validation: float = command.fraction(0.2, "the systems, where SOURCE has no folders train and val_id")
     test: float = command.fraction(0.0, "the systems, where SOURCE has no folders train and val_id")
     hold_last: int = option(0, "frames of one trajectory, for validation", type=command.natural)
+    energy_key: str | None = option(None, "name of the energy in the files, such as dft_energy", metavar="KEY")
+    forces_key: str | None = option(None, "name of the forces in the files", metavar="KEY")
     skip_bad: bool = option(False, "leave out and list frames and files that cannot be used", action="store_true")
 
     def mistakes(self) -> Iterator[str]:
@@ -141,9 +143,9 @@ class SelectedFrames:
 def convert_frames(selected: Sequence[SelectedFrames], source: Source, out: Path) -> store.Refused:
     """Write a file of frames. Returns the frames that cannot be used."""
     usable: list[Frame] = []
-    counts, refused = [], list[tuple[str, str]]()
+    counts, refused, keys = [], list[tuple[str, str]](), (source.energy_key, source.forces_key)
     for selection in selected:
-        for index, item in enumerate(trajectories.frame_readers(selection.path, selection.name)):
+        for index, item in enumerate(trajectories.frame_readers(selection.path, selection.name, keys)):
             if index > max(selection.frames):
                 break
             if index not in selection.frames:
@@ -161,9 +163,8 @@ def convert_frames(selected: Sequence[SelectedFrames], source: Source, out: Path
                 if not source.skip_bad:
                     raise
                 refused.append(store.describe_refusal(problem, where))
-    if not usable:
-        raise DataError(f"{out}: none of its {len(refused)} frames can be used, the first because {': '.join(refused[0])}")
-    frames.write(out, usable, counts, {"kind": "converted"})
+    if usable:
+        frames.write(out, usable, counts, {"kind": "converted"})
     return refused
 
 
@@ -177,14 +178,16 @@ def convert(options: argparse.Namespace) -> command.Plan:
         origins[split] = []
         for path in paths:
             try:
-                origins[split].append(trajectory_sources.inspect_file(path, root, by_system))
+                origins[split].append(trajectory_sources.inspect_file(path, options, by_system))
             except DataError as problem:
                 if not source.skip_bad:
                     raise
                 bad.append(store.describe_refusal(problem, path))
         if not origins[split]:
             raise DataError(f"{root}: none of its {len(paths)} files can be read, the first because {': '.join(bad[0])}")
-    description = trajectory_sources.describe_source([origin for group in origins.values() for origin in group], options)
+    all_origins = [origin for group in origins.values() for origin in group]
+    trajectory_sources.check_frames(all_origins, options)
+    description = trajectory_sources.describe_source(all_origins, options)
     jobs: list[store.Job] = []
     count: Counter[str] = Counter()
     for split, group in trajectory_sources.split_frames(origins, options).items():
@@ -200,6 +203,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     recipe = {"kind": "convert", **source.json_dict, "origin": description, "sources": digests}
     header = frames.header([description], description["labels"], source.cutoff, source.most)
     text = "frames: " + ", ".join(f"{number} for {split}" for split, number in count.items())
+    text += trajectory_sources.describe_notes(all_origins)
     return command.Plan(recipe, jobs, header, text, refused=bad)
 
 

@@ -40,6 +40,7 @@ from hpcai.data.index import commit_file, write_index, write_json
 from hpcai.data.workers import die_with_parent
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
+from hpcai.host_limits import allowed_cpus, count_cpus
 from hpcai.json_file import read_object
 
 SPLITS = ("train", "validation", "test")
@@ -388,8 +389,8 @@ def rank_and_size() -> tuple[int, int]:
 
 def count_cores() -> int:
     """Return the number of cores for this process: its share of those that the ranks of its machine have."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    bound = usable < (os.cpu_count() or 1)      # a bound rank shares its cores with no other
+    usable = count_cpus()
+    bound = usable == len(allowed_cpus()) < (os.cpu_count() or 1)       # a bound rank shares its cores with no other
     return usable if bound else max(1, usable // (read_rank_info().local_world or 1))
 
 

@@ -3,7 +3,6 @@
     data-<date>.h5      climate/data float32 [H, W, 16], climate/labels_0 (2019: climate/labels) of any whole-number type [H, W]
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atmosphere import VARIABLES
-from hpcai.data.hdf5_source import open_dataset
+from hpcai.data.hdf5_source import fill_values, open_dataset
 from hpcai.errors import DataError
-
-NETCDF_FILL = 9.969209968386869e36  # of float32 and float64
 
 
 def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
@@ -35,9 +32,7 @@ def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.f
         if key is None:
             raise DataError(f"{path}: no climate/labels_0 nor climate/labels, found {sorted(group)}; rename the labels to labels_0")
         data, labels = (open_dataset(source, f"climate/{name}") for name in ("data", key))
-        fills = {name: data.attrs[name] for name in ("_FillValue", "missing_value") if name in data.attrs}
-        if scaled := {"scale_factor", "add_offset"} & set(data.attrs):
-            raise DataError(f"{path}: climate/data has {', '.join(sorted(scaled))}; apply them, and remove the attributes")
+        fills = fill_values(data)
         count = len(VARIABLES)
         if data.ndim != 3 or data.shape[-1] != count or data.dtype.kind != "f":
             expected = f"float32 (H, W, {count}): {', '.join(VARIABLES)}, in this order"
@@ -57,9 +52,9 @@ def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.f
     return fields, mask.astype(np.uint8)
 
 
-def _check_values(path: Path, fields: NDArray[np.float32], fills: Mapping[str, Any]) -> None:
-    missing = ~np.isfinite(fields) | np.isin(fields, np.hstack([NETCDF_FILL, *map(np.ravel, fills.values())]).astype(np.float32))
-    reason = " or ".join(("NaN, infinite", f"a fill value ({', '.join(['netCDF', *fills])})"))
+def _check_values(path: Path, fields: NDArray[np.float32], fills: NDArray[Any]) -> None:
+    missing = ~np.isfinite(fields) | np.isin(fields, fills.astype(np.float32))
+    reason = f"NaN, infinite or a fill value ({', '.join(f'{value:g}' for value in fills)})"
     for channel, (name, variable) in enumerate(VARIABLES.items()):
         values = fields[..., channel]
         if (bad := missing[..., channel]).any():

@@ -29,6 +29,7 @@ from data_prep.frames import Array, Frame, import_ase
 from hpcai.data.layout import parse_errors
 from hpcai.errors import DataError
 
+Keys = tuple[str | None, str | None]                   # names of energy and forces; None: those of LABEL_KEYS
 FrameReader = Callable[[], Frame]                      # reads one frame, or raises DataError with its location
 DECOMPRESSORS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 SUFFIXES = (".extxyz", ".xyz", ".traj", ".aselmdb")
@@ -36,7 +37,9 @@ ADVICE = "fetch it again, or leave it out with --skip-bad"
 MAX_BYTES = 1 << 26                               # of a line, or of a decompressed row
 MAX_COLUMNS = 1000                             # of one property of extended XYZ: ASE allocates memory for all
 UNKNOWN_METHODS = ("None", "unknown", "socketiocalculator")         # of calculators, without a method
+LABEL_KEYS = (("energy", "forces"), ("energy", "force"), ("REF_energy", "REF_forces"))     # of ASE, older ones, of MACE
 METHODS = {"vasp": "DFT (VASP)", "espresso": "DFT (Quantum ESPRESSO)", "gpaw": "DFT (GPAW)", "emt": "EMT"}
+_FORTRAN = re.compile(r"(?<![^\s=\"\[,])([+-]?(?:\d+\.\d*|\.\d+))[dD](?=[+-]?\d{1,3}(?:[\s\"\],]|$))")      # 1.0D+00
 _naming = partial(parse_errors, advice=ADVICE, text="cannot be read")          # of a file or a frame, in errors of its parser
 
 
@@ -47,13 +50,13 @@ def file_format(path: Path) -> str | None:
     return ending if ending in SUFFIXES and not plain and not path.name.startswith(".") else None
 
 
-def frame_readers(path: Path, name: str) -> Iterator[FrameReader]:
+def frame_readers(path: Path, name: str, keys: Keys = (None, None)) -> Iterator[FrameReader]:
     """Yield a reader for each frame of a file, in its order; call each before the next is requested. ``name``, the path in its set,
     distinguishes its systems from others if they have no ids. Raises DataError for a file that cannot be opened."""
     if path.stat().st_size == 0:
         raise DataError(f"{path}: empty; {ADVICE}")
     readers = {".extxyz": _extxyz, ".xyz": _extxyz, ".traj": _traj, ".aselmdb": _aselmdb}
-    return readers[str(file_format(path))](path, name)
+    return readers[str(file_format(path))](path, name, keys)
 
 
 def references_path(path: Path) -> Path | None:
@@ -72,16 +75,16 @@ def system_ids(path: Path) -> list[int | None]:
 
 
 def _read_lines(references: Path) -> list[str]:
-    return [line.strip() for line in references.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line.strip() for line in references.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
 
 
-def _extxyz(path: Path, name: str) -> Iterator[FrameReader]:
+def _extxyz(path: Path, name: str, keys: Keys) -> Iterator[FrameReader]:
     references = references_path(path)
     lines = _read_lines(references) if references else None
     index = -1
     for index, block in enumerate(_read_blocks(path)):
         line = None if lines is None else (lines[index] if index < len(lines) else "")
-        yield partial(_parse_block, path, name, index, block, line)
+        yield partial(_parse_block, path, name, keys, index, block, line)
     if lines is not None and index + 1 < len(lines):
         raise DataError(f"{path}: holds {index + 1} frames, {references} has {len(lines)} lines; {ADVICE}")
 
@@ -89,7 +92,7 @@ def _extxyz(path: Path, name: str) -> Iterator[FrameReader]:
 def _read_blocks(path: Path) -> Iterator[str | DataError]:
     """Yield the lines of each frame. For a truncated frame yield an error, and end."""
     unpack: Callable[..., Any] = DECOMPRESSORS.get(path.suffix, open)
-    with unpack(path, "rt", encoding="utf-8") as file:
+    with unpack(path, "rt", encoding="utf-8-sig") as file:
         for index in count():
             try:
                 block = _read_block(file)
@@ -117,7 +120,7 @@ def _read_block(file: TextIO) -> str | None:
     return "".join(lines)
 
 
-def _parse_block(path: Path, name: str, index: int, block: str | DataError, line: str | None) -> Frame:
+def _parse_block(path: Path, name: str, keys: Keys, index: int, block: str | DataError, line: str | None) -> Frame:
     if isinstance(block, DataError):
         raise block
     where = f"{path}: frame {index}"
@@ -133,31 +136,45 @@ def _parse_block(path: Path, name: str, index: int, block: str | DataError, line
         columns = re.findall(r"(?<=[:=])\w+:[A-Z]:(\d+)", block.split("\n", 2)[1])
         if wide := [number for number in columns if int(number) > MAX_COLUMNS]:
             raise ValueError(f"a property of {wide[0]} columns, expected at most {MAX_COLUMNS}")
-        return _from_atoms(import_ase().io.read(io.StringIO(block), format="extxyz", index=0), name, index, about, reference)
+        try:
+            atoms = import_ase().io.read(io.StringIO(_normalize(block)), format="extxyz", index=0)
+        except KeyError as problem:
+            raise ValueError(f"an atom is named {problem}, expected an element") from problem
+        return _from_atoms(atoms, name, keys, index, about, reference)
+
+
+def _normalize(block: str) -> str:
+    """Return a frame with E in exponents, where Fortran writes D, and elements for labels of sites, such as Cu1, Fe_a and O1-."""
+    count, comment, atoms = block.split("\n", 2)
+    columns = re.findall(r"(?:^|:)(\w+):[A-Z]:(\d+)", "".join(re.findall(r"\bProperties=\"?(\S+)", comment)[:1]))
+    names = [name for name, number in columns for _ in range(int(number))] or ["species"]
+    if "species" in names:
+        before = rf"^([ \t]*(?:\S+[ \t]+){{{names.index('species')}}}[A-Z][a-z]?)"
+        atoms = re.sub(before + r"[^\sA-Za-z]\S*", r"\1", atoms, flags=re.MULTILINE)
+    return "\n".join([count, *(_FORTRAN.sub(r"\1E", text) for text in (comment, atoms))])
 
 
 # ---- ASE's own
 
 
-def _traj(path: Path, name: str) -> Iterator[FrameReader]:
+def _traj(path: Path, name: str, keys: Keys) -> Iterator[FrameReader]:
     with _naming(path):
         trajectory = import_ase().io.Trajectory(str(path))
 
     def read(index: int) -> Frame:
-        return _from_atoms(trajectory[index], name, index, {})
+        return _from_atoms(trajectory[index], name, keys, index, {})
 
     with trajectory:
         for index in range(len(trajectory)):
             yield _naming(f"{path}: frame {index}")(partial(read, index))
 
 
-def _from_atoms(atoms: Any, name: str, index: int, about: dict[str, Any], reference: float = 0.0) -> Frame:
+def _from_atoms(atoms: Any, name: str, keys: Keys, index: int, about: dict[str, Any], reference: float = 0.0) -> Frame:
     """Return a frame from ASE's Atoms and additional metadata."""
     results, about = (atoms.calc.results if atoms.calc else {}), {**atoms.info, **about}
-    energy, forces = results.get("energy"), results.get("forces", atoms.arrays.get("force"))
     calculator = about.get("calculator") or (getattr(atoms.calc, "name", None) if atoms.calc else None)
     return _make_frame(
-        name, index, about, atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, energy, forces, atoms.arrays.get("tags"),
+        name, keys, index, about, {**about, **atoms.arrays, **results}, atoms.cell.array, atoms.pbc,
         atoms.arrays.get("fixed", _fixed_atoms(len(atoms), [each.todict() for each in atoms.constraints])), reference, calculator,
     )  # fmt: skip
 
@@ -175,24 +192,44 @@ def _fixed_atoms(atoms: int, constraints: list[dict[str, Any]]) -> Array:
 
 
 def _make_frame(
-    name: str, index: int, about: dict[str, Any], numbers: Any, positions: Any, cell: Any, pbc: Any, energy: Any, forces: Any,
-    tags: Any, fixed: Any, reference: float, labels: str | None,
+    name: str, keys: Keys, index: int, about: dict[str, Any], values: dict[str, Any], cell: Any, pbc: Any, fixed: Any,
+    reference: float, labels: str | None,
 ) -> Frame:  # fmt: skip
-    z = np.asarray(numbers)
+    """Return a frame. ``values`` has numbers, positions, tags and labels, by the names of the file."""
+    z, positions = np.asarray(values["numbers"]), np.asarray(values["positions"], np.float64)
+    pairs = [(keys[0] or energy, keys[1] or forces) for energy, forces in LABEL_KEYS]
+    pair = next((pair for pair in pairs if all(values.get(key) is not None for key in pair)), pairs[0])
+    energy, forces = map(values.get, pair)
+    found = tuple(key for key, value in values.items() if np.shape(value) in ((), (len(z), 3)) and key != "positions"
+                  and np.asarray(value).dtype.kind in "iuf")  # fmt: skip
+    tags, note = _oc20_tags(values.get("tags"), positions)
+    notes = (*([f"energies are {pair[0]}, forces {pair[1]}"] if pair == LABEL_KEYS[-1] else []), *([note] if note else []))
     sid, fid = (next((about[key] for key in keys if about.get(key) is not None), None)
                 for keys in (("sid", "system_id"), ("fid", "frame_id")))  # fmt: skip
     # Without an id, structures of the same atoms in one file are one system.
     system = _system_id(f"{name} {z.astype(int).tolist()}" if sid is None else sid)
     frame = None if fid is None else _id_number(fid)
     method = None if str(labels) in UNKNOWN_METHODS else METHODS.get(str(labels), str(labels))
-    if tags is not None and not np.isin(tags, (0, 1, 2)).all():
-        raise ValueError(f"tags {np.unique(tags)[:6].tolist()}, expected 0 below the surface, 1 surface, 2 adsorbate")
     return Frame(
-        z, np.asarray(positions, np.float64), np.asarray(cell, np.float64).reshape(3, 3), np.asarray(pbc, np.uint8),
+        z, positions, np.asarray(cell, np.float64).reshape(3, 3), np.asarray(pbc, np.uint8),
         None if energy is None else float(energy) - reference, None if forces is None else np.asarray(forces, np.float64),
-        np.zeros(len(z), np.uint8) if tags is None else np.asarray(tags, np.uint8), np.asarray(fixed, np.uint8), system,
-        index if frame is None or frame >= 1 << 31 else frame, labels=method,
+        tags, np.asarray(fixed, np.uint8), system, index if frame is None or frame >= 1 << 31 else frame, labels=method,
+        found=found, notes=notes,
     )  # fmt: skip
+
+
+def _oc20_tags(tags: Any, positions: Array) -> tuple[Array, str]:
+    """Return the tags of OC20, and a note if those of the file are others. ASE numbers the layers of a slab from 1 at its top, and
+    gives 0 to an adsorbate; other programs have meanings of their own."""
+    given = np.zeros(len(positions)) if tags is None else np.asarray(tags)
+    present = np.unique(given).tolist()
+    heights, layers = [positions[given == tag, 2].mean() for tag in present], {0, *present}
+    if layers == {*range(len(layers))} and len(layers) > 2 and (np.diff(heights) < 0).all():
+        note = "tags are layers, as ASE numbers them: 0 is taken as adsorbate, 1 as surface, others as below it"
+        return np.where(given == 0, 2, given == 1).astype(np.uint8), note
+    if layers <= {0, 1, 2}:
+        return given.astype(np.uint8), ""
+    return np.zeros(len(positions), np.uint8), "tags are neither OC20's nor ASE's layers, and are left out"
 
 
 def _id_number(value: Any) -> int | None:
@@ -225,7 +262,7 @@ with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False, m
 """
 
 
-def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:
+def _aselmdb(path: Path, name: str, keys: Keys) -> Iterator[FrameReader]:
     """Yield a reader for each value with a number for its key. LMDB maps the file, and a damaged one may crash the process that
     reads it: therefore a child process does."""
     import_extra("lmdb", "reading LMDB files", "opencatalyst")
@@ -239,7 +276,7 @@ def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:
                 value = child.stdout.read(length)
                 if len(value) < length:
                     break
-                yield _naming(f"{path}: frame {index} (row {key})")(partial(_parse_row, value, name, index))
+                yield _naming(f"{path}: frame {index} (row {key})")(partial(_parse_row, value, name, keys, index))
                 index += 1
             errors, code = child.stderr.read().decode(errors="replace").strip().splitlines(), child.wait()
         finally:
@@ -248,12 +285,11 @@ def _aselmdb(path: Path, name: str) -> Iterator[FrameReader]:
         raise DataError(f"{path}: {errors[-1] if errors else f'the process that read it crashed ({code})'}; {ADVICE}")
 
 
-def _parse_row(value: bytes, name: str, index: int) -> Frame:
+def _parse_row(value: bytes, name: str, keys: Keys, index: int) -> Frame:
     row = json.loads(zlib.decompressobj().decompress(value, MAX_BYTES), object_hook=_decode_array)
     about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
     fixed = _fixed_atoms(len(row["numbers"]), row.get("constraints", []))
-    return _make_frame(name, index, about, row["numbers"], row["positions"], row["cell"], row["pbc"], row.get("energy"),
-                       row.get("forces"), row.get("tags"), fixed, 0.0, row.get("calculator"))  # fmt: skip
+    return _make_frame(name, keys, index, about, {**about, **row}, row["cell"], row["pbc"], fixed, 0.0, row.get("calculator"))
 
 
 def _decode_array(value: dict[str, Any]) -> Any:

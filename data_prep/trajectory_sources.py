@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep import command, store, trajectories
+from data_prep import command, frames, store, trajectories
 from hpcai.errors import ConfigError, DataError
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val_id", "val"), "test": ("test", "test_id")}
@@ -20,6 +20,8 @@ class SourceFile:
     systems: tuple[int | None, ...]             # of each frame
     labels: str | None                          # the method of the labels, if the file has it
     relative: bool                              # energies are relative to a reference
+    refused: store.Refused                      # frames that cannot be used, of those that were read
+    notes: tuple[str, ...]                      # how their values are understood
 
 
 def find_files(root: Path) -> dict[str, list[Path]]:
@@ -40,22 +42,41 @@ def find_files(root: Path) -> dict[str, list[Path]]:
     return files
 
 
-def inspect_file(path: Path, root: Path, by_system: bool) -> SourceFile:
+def inspect_file(path: Path, options: argparse.Namespace, by_system: bool) -> SourceFile:
+    root, keys = options.source, (options.energy_key, options.forces_key)
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix()
     listed, labels = trajectories.system_ids(path), None       # with the lists of OC20 the atoms need not be read
     systems: list[int | None] = []
-    for number, item in enumerate(trajectories.frame_readers(path, name)):
+    refused, notes = list[tuple[str, str]](), dict[str, None]()
+    for number, item in enumerate(trajectories.frame_readers(path, name, keys)):
         system = listed[number] if number < len(listed) else None
         if (labels is None and number < 9) or (by_system and not listed):
             try:
                 frame = item()
                 labels, system = labels or frame.labels, system or frame.system
-            except DataError:
-                pass                            # reported when the frame is converted
+                notes.update(dict.fromkeys(frame.notes))
+                frames.check_labels(frame, f"{path}: frame {number}")
+            except DataError as problem:        # without all frames, it is reported when the frame is converted
+                refused += [store.describe_refusal(problem, f"{path}: frame {number}")] if by_system and not listed else []
         systems.append(system if by_system else None)
     if not systems:
         raise DataError(f"{path}: holds no frames; {trajectories.ADVICE}")
-    return SourceFile(path, name, tuple(systems), labels, trajectories.references_path(path) is not None)
+    return SourceFile(path, name, tuple(systems), labels, trajectories.references_path(path) is not None, refused, tuple(notes))
+
+
+def check_frames(files: Sequence[SourceFile], options: argparse.Namespace) -> str:
+    """Return the reasons of refused frames, or "". Raises DataError if there is one without --skip-bad, or if none is left."""
+    refused, total = [each for file in files for each in file.refused], sum(len(file.systems) for file in files)
+    text = f"{len(refused)} of {total} frames cannot be used: {store.count_by_reason(refused)}" if refused else ""
+    if refused and (not options.skip_bad or len(refused) == total):
+        raise DataError(f"{options.source}: {text}")
+    return text
+
+
+def describe_notes(files: Sequence[SourceFile]) -> str:
+    """Return a line for each way in which values of the files are understood."""
+    named = {note: [file.path.name for file in files if note in file.notes] for file in files for note in file.notes}
+    return "".join(f"\n{note}: {names[0]}, one of {len(names)} such files" for note, names in named.items())
 
 
 def describe_source(files: Sequence[SourceFile], options: argparse.Namespace) -> dict[str, str]:
@@ -87,10 +108,12 @@ def split_frames(files: dict[str, list[SourceFile]], options: argparse.Namespace
             raise ConfigError(f"--hold-last {last}: {options.source} has {count}, expected one trajectory of more frames than that")
         cut = len(only.systems) - last
         return {"train": [(only, list(range(cut)))], "validation": [(only, list(range(cut, cut + last)))]}
-    order = list(dict.fromkeys(system for file in group for system in file.systems))
+    read = (system for file in group for system in file.systems if system is not None)
+    order: list[int | None] = [*dict.fromkeys(read)] or [None]
     split_of = {system: store.split_of(n, options.seed, options.validation, options.test) for n, system in enumerate(order)}
     text = f"{options.source} has {len(order)} systems" if len(order) > 1 else f"{options.source} is of one system (--hold-last N?)"
-    command.require_splits(list(split_of.values()), options, text)
-    parts = {split: [(file, [n for n, s in enumerate(file.systems) if split_of[s] == split]) for file in group]
+    refused = check_frames(group, options)
+    command.require_splits(list(split_of.values()), options, f"{text}, {refused}" if refused else text)
+    parts = {split: [(file, [n for n, s in enumerate(file.systems) if split_of.get(s, "train") == split]) for file in group]
              for split in store.SPLITS if split in split_of.values()}  # fmt: skip
     return {split: [(file, frames) for file, frames in part if frames] for split, part in parts.items()}

@@ -500,10 +500,8 @@ class TensorBoard:
     """The sink of scalars ``train/*`` and ``evaluate/*``, with TensorBoard's event writer, without torch or TensorFlow."""
 
     def __init__(self, directory: Path) -> None:
-        try:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise MissingExtraError("TensorBoard is not installed: pip install 'hpcai-suite[tensorboard]'") from error
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         self._writer = EventFileWriter(str(directory))
 
     def write(self, event: Event) -> None:

@@ -133,11 +133,8 @@ class LoaderConfig(Settings):
 
     def loader_kwargs(self) -> dict[str, Any]:
         """Return keyword arguments of `Loader`."""
-        return {
-            "workers": self.workers, "processes": self.processes, "prefetch": int(self.prefetch * 1e9), "order": self.order,
-            "on_bad_sample": self.on_bad_sample, "patience": self.patience,
-            "scatter": False if self.reader == "gds" else self.scatter,
-        }  # fmt: skip
+        same = self.model_dump(include={"workers", "processes", "order", "on_bad_sample", "patience"})
+        return same | {"prefetch": int(self.prefetch * 1e9), "scatter": False if self.reader == "gds" else self.scatter}
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:

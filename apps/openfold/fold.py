@@ -4,7 +4,9 @@ Chains are assigned to replicas of the network, longest first, each to the least
 over the ranks of a replica, which divides its memory. A chain whose output file exists is not folded again.
 """
 
+import codecs
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ from typing import Any, NamedTuple
 from apps.openfold.settings import FoldConfig
 from hpcai import config
 from hpcai.errors import DataError
+
+FILE_NAME = re.compile(r"(?!\.)[!-.0-~]{1,200}")  # names of chains are parts of file names
 
 
 class Chain(NamedTuple):
@@ -114,18 +118,21 @@ def find_alignments(name: str, folder: Path | None, chains: int) -> Path | None:
 
 
 def read_fasta(path: Path) -> list[Chain]:
-    """Read names (the first word after ">") and sequences, in the order of the file. Raises DataError for an invalid file,
-    duplicate names, and names that are no valid file names."""
+    """Read names (the first word after ">") and sequences, in the order of the file. The rest of a header is anything, lines that
+    begin with ";" are comments, and a sequence may end with the stop "*". Raises DataError for an invalid file, duplicate names,
+    and names that are no valid file names."""
     try:
-        text = path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as problem:
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+    except OSError as problem:
         raise DataError(f"{path}: cannot be read as FASTA ({problem})") from problem
     sequences: dict[str, list[str]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate((line.decode("utf-8", "replace") for line in lines), 1):
+        if line.startswith(";"):
+            continue
         if line.startswith(">"):
             name = (line[1:].split() or [""])[0]
-            if not name or name in sequences or Path(name).name != name or name.startswith("."):
-                why = "occurs twice" if name in sequences else "is no valid file name"
+            if name in sequences or not FILE_NAME.fullmatch(name):
+                why = "occurs twice" if name in sequences else "is no file name of 1 to 200 ASCII characters"
                 raise DataError(f"{path}: line {number}: the name {name!r} {why}; expected another one for each chain")
             sequences[name] = []
         elif line.strip():
@@ -136,4 +143,4 @@ def read_fasta(path: Path) -> list[Chain]:
         raise DataError(f"{path}: has no chain, expected lines that begin with '>' and sequences below them")
     if empty := [name for name, lines in sequences.items() if not lines]:
         raise DataError(f"{path}: the chain {empty[0]} has no sequence")
-    return [Chain(name, "".join(lines)) for name, lines in sequences.items()]
+    return [Chain(name, "".join(lines).removesuffix("*")) for name, lines in sequences.items()]

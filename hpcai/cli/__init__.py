@@ -23,6 +23,10 @@ COMMANDS = {
     "replay": "RUN/failure-... repeat the step in which a run failed, and name the first module with a non-finite output",
     "doctor": "[--ranks]      describe this installation, or behind srun check a job: ranks, network, file systems",
 }
+DATA_COMMANDS = {
+    "check": "DIR             validate files against their index, values, duplicates, and the read rate of the disk; --index",
+    "stage": "SOURCE TARGET   copy to node-local disks; behind mpiexec or srun each byte is read once from the source",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,4 +58,6 @@ def run_command(name: str, commands: Mapping[str, str], args: Sequence[str]) -> 
     if args[0] not in commands:
         print(f"{name}: there is no command {args[0]!r}; expected one of {', '.join(commands)}", file=sys.stderr)
         return 2
+    if args[0] == "data":
+        return run_command("hpcai data", DATA_COMMANDS, args[1:])
     return import_module(f"hpcai.cli.{args[0].replace('-', '_')}").main(args[1:]) or 0

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,13 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 FindingKinds = Mapping[str, tuple[Severity, str]]
 """Severity and text of each kind. A kind is CODE or CODE/CASE, and its text may contain ``str.format`` fields."""
+
+
+def read_kinds(path: Path) -> FindingKinds:
+    """Return the kinds of a TOML file, in its order: ``KIND = ["severity", "text"]``."""
+    from pydantic import TypeAdapter  # --help needs none
+
+    return TypeAdapter(FindingKinds).validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,19 @@ class Progress(NamedTuple):
 def show_progress() -> Iterator[Callable[[Progress], None]]:
     """Yield a function that displays a ``Progress``: one bar per label, or lines."""
     if sys.stderr.isatty():
-        with _bars() as show:
-            yield show
+        from rich import progress as rich
+        from rich.console import Console
+
+        tasks: dict[str, rich.TaskID] = {}
+        columns = (*rich.Progress.get_default_columns(), rich.TextColumn("{task.fields[far]}"))
+        with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+
+            def update_bar(progress: Progress) -> None:
+                if progress.label not in tasks:
+                    tasks[progress.label] = bars.add_task(progress.label, total=progress.total, far="")
+                bars.update(tasks[progress.label], completed=progress.done, far=str(progress))
+
+            yield update_bar
         return
     last = time.monotonic()
 
@@ -41,20 +52,3 @@ def show_progress() -> Iterator[Callable[[Progress], None]]:
             print(f"{progress.label}: {progress}", file=sys.stderr, flush=True)
 
     yield print_line
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[Progress], None]]:
-    from rich import progress as rich
-    from rich.console import Console
-
-    columns = (*rich.Progress.get_default_columns(), rich.TextColumn("{task.fields[far]}"))
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, rich.TaskID] = {}
-
-        def show(state: Progress) -> None:
-            if state.label not in tasks:
-                tasks[state.label] = bars.add_task(state.label, total=state.total, far="")
-            bars.update(tasks[state.label], completed=state.done, far=str(state))
-
-        yield show

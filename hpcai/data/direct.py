@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from hpcai.data.file_cache import FileCache
+from hpcai.data.file_cache import FileCache, check_file_limit
 from hpcai.errors import DataError
 
 if TYPE_CHECKING:
@@ -349,6 +349,7 @@ class Reader(AbstractContextManager["Reader"]):
                     _log_without_direct(path, device, error)
             return _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), False, device)
         except OSError as error:
+            check_file_limit(path, error)
             reason = "no such file (moved or deleted since the start?)" if error.errno == errno.ENOENT else error.strerror
             raise DataError(f"{path}: cannot be opened: {reason}{self._advice(error)}") from error
 

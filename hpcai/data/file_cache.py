@@ -1,5 +1,7 @@
 """A cache of open files: opening one takes milliseconds on a parallel file system."""
 
+import errno
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -7,7 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from hpcai.errors import DataError
+from hpcai.host_limits import raise_file_limit
+
 T = TypeVar("T")
+
+
+def check_file_limit(path: Path, problem: BaseException | None) -> None:
+    """Raise DataError if the problem is that too many files are open."""
+    if isinstance(problem, OSError) and problem.errno in (errno.EMFILE, errno.ENFILE):
+        text = f"{os.strerror(problem.errno)} (this process may have {raise_file_limit():,}); raise the limit: ulimit -n 4096"
+        raise DataError(f"{path}: cannot be opened: {text}") from problem
 
 
 class _Entry(Generic[T]):
@@ -18,13 +30,14 @@ class _Entry(Generic[T]):
 
 
 class FileCache(Generic[T]):
-    """An LRU cache of ``limit`` open files, for several threads. Files in use stay open, also beyond the limit.
+    """An LRU cache of ``limit`` open files, for several threads. Files in use stay open, also beyond the limit. The system's limit
+    of open files is raised where it may be; each cache keeps an eighth of it at most.
 
     ``open`` and ``close`` are called without the lock, from the thread that first uses a file or that releases it last.
     """
 
     def __init__(self, open: Callable[[Path], T], close: Callable[[T], None], limit: int) -> None:
-        self._open, self._close, self._limit = open, close, limit
+        self._open, self._close, self._limit = open, close, max(1, min(limit, raise_file_limit() // 8))
         self._lock, self._entries = threading.Lock(), OrderedDict[Path, _Entry[T]]()
 
     @contextmanager

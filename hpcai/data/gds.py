@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hpcai.data.direct import ALIGN, align_down, align_up
-from hpcai.data.file_cache import FileCache
+from hpcai.data.file_cache import FileCache, check_file_limit
 from hpcai.data.layout import Layout, StridedRange
 from hpcai.errors import DataError, MissingExtraError
 
@@ -156,6 +156,7 @@ class GdsReader(AbstractContextManager["GdsReader"]):
         try:
             return _File(self._kvikio.CuFile(path, "r"), size)
         except Exception as problem:
+            check_file_limit(path, problem)
             raise DataError(f"{path}: cannot be opened for the GPU: {problem}; {_ADVICE}") from problem
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hpcai.data.catalog import Catalog, read_catalog
 from hpcai.data.direct import ALIGN, Reader
-from hpcai.data.file_cache import FileCache
+from hpcai.data.file_cache import FileCache, check_file_limit
 from hpcai.data.hdf5_source import check_filters, missing_values
 from hpcai.data.index import INDEX
 from hpcai.data.layout import Layout, UnreadableLayoutError, is_finite, parse_errors
@@ -229,6 +229,7 @@ class Rows:
                 raise OSError("no regular file")
             file = h5py.File(local_path, "r")
         except Exception as problem:
+            check_file_limit(path, problem)
             reason = "no such file" if not path.exists() else f"not a complete HDF5 file ({problem})"
             raise DataError(f"{path}: {reason}{self.remedy}") from problem
         try:
@@ -279,6 +280,7 @@ class Rows:
         try:
             size_or_reason: int | str = self.reader.size(local_path)
         except DataError as problem:
+            check_file_limit(path, problem.__cause__)
             size_or_reason = str(problem).removeprefix(f"{path}: ")
         self._check_size(path, size_or_reason)
         if head_checksum(self.reader.fetch(local_path, 0, min(size, HEAD_BYTES))) != head:

@@ -3,17 +3,21 @@
 import math
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import h5py
+import numpy as np
+from numpy.typing import NDArray
 
 from hpcai.errors import DataError
 
+NETCDF_FILL = 9.969209968386869e36  # of float32 and float64
 PLUGINS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}  # without a label
 
 
 def open_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     """Return a dataset after checking that all its values can be read. Raises DataError for a link to nothing or another object, a
-    filter that HDF5 lacks, values in files that are not there or too short, and values that were never written."""
+    filter that HDF5 lacks, values in files that are not there or too short or were never written, and netCDF's scaled values."""
     try:
         data = file[name]
     except KeyError:
@@ -24,7 +28,14 @@ def open_dataset(file: h5py.File, name: str) -> h5py.Dataset:
     check_filters(data)
     if missing := missing_values(data):
         raise DataError(f"{file.filename}: '{name}' has values {missing}; copy or write it again")
+    if scaled := {"scale_factor", "add_offset"} & set(data.attrs):
+        raise DataError(f"{file.filename}: '{name}' has {', '.join(sorted(scaled))}; apply them, and remove the attributes")
     return data
+
+
+def fill_values(data: h5py.Dataset) -> NDArray[Any]:
+    """Return the values that stand for missing ones by netCDF's conventions."""
+    return np.hstack([NETCDF_FILL, *(np.ravel(data.attrs[name]) for name in ("_FillValue", "missing_value") if name in data.attrs)])
 
 
 def check_filters(data: h5py.Dataset) -> None:

@@ -1,13 +1,13 @@
 """The choice between buffered and direct reads, by the memory that is available."""
 
 import logging
-import os
 from pathlib import Path
 
 import torch
 
 from hpcai.data.direct import MemoryPool, Mode, Reader
 from hpcai.errors import DataError
+from hpcai.host_limits import cgroup_folders, count_cpus, read_text
 from hpcai.log import format_bytes as format_size
 
 logger = logging.getLogger(__name__)
@@ -20,25 +20,13 @@ def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process and its page cache may still use: free memory of the node, within its cgroup limits."""
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) << 10
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":  # version 2
-            base = root / "sys/fs/cgroup"
-            limit, usage, cache = "memory.max", "memory.current", "file"
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            limit, usage, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"
-        else:
-            continue
-        folder = base / name.lstrip("/")
-        # In a container the path is that of the host, and the root of its own hierarchy is visible. Limits of parents apply too.
-        for path in (folder, *folder.parents):
-            if not path.is_relative_to(base):
-                break
-            limit_bytes = _read_int(path / limit)
-            if limit_bytes is not None:
-                stat = dict(line.split() for line in _read_text(path / "memory.stat").splitlines())
-                free = min(free, limit_bytes - (_read_int(path / usage) or 0) + int(stat.get(cache, 0)))
+    for version, folder in cgroup_folders("memory", root):
+        names = ("memory.max", "memory.current", "file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+        limit, usage, cache = names[0] if version == 2 else names[1]
+        limit_bytes = _read_int(folder / limit)
+        if limit_bytes is not None:
+            stat = dict(line.split() for line in read_text(folder / "memory.stat").splitlines())
+            free = min(free, limit_bytes - (_read_int(folder / usage) or 0) + int(stat.get(cache, 0)))
     return max(free, 0)
 
 
@@ -67,17 +55,9 @@ def open_reader(kind: str, size: int, name: str = "data", device: torch.device |
             "used for them; use data.reader=direct"
         )
     memory = MemoryPool(pin=device if device is not None and device.type == "cuda" else None)
-    return Reader(mode, memory=memory, threads=max(8, min(32, os.cpu_count() or 8)))
+    return Reader(mode, memory=memory, threads=max(8, min(32, count_cpus())))
 
 
 def _read_int(path: Path) -> int | None:
-    text = _read_text(path).strip()
+    text = read_text(path).strip()
     return int(text) if text.isdigit() else None
-
-
-def _read_text(path: Path) -> str:
-    """Return the text of a file, or an empty string if it cannot be read."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

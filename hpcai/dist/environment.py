@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -93,6 +93,7 @@ _LAUNCHERS = (
 )
 SINGLE_PROCESS = RankInfo("alone", 0, 1, 0, 1)
 INTERACTIVE_SHELL = RankInfo("a shell of srun --pty", 0, 1, 0, 1)
+BATCH_SHELL = RankInfo("the shell of a Slurm job, whose WORLD_SIZE is for srun", 0, 1, 0, 1)
 _SHELLS = {"bash", "sh", "dash", "zsh", "ksh", "csh", "tcsh", "fish"}
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch shell (…fb) and salloc's interactive shell (…fa) have step ids above this
 
@@ -104,7 +105,8 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """
     matching = [launcher for launcher in _LAUNCHERS if _matches(launcher, environ)]
     if not matching:
-        return SINGLE_PROCESS
+        alone = (_read_int(environ, "WORLD_SIZE", "no launcher") or 1) == 1
+        return SINGLE_PROCESS if alone else _read_batch_shell(environ)
     launcher = matching[0]
     if launcher.needs_step and _in_interactive_shell(environ):
         return INTERACTIVE_SHELL
@@ -118,6 +120,8 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     _check_consistency(environ, launcher, rank, world, local_rank, local_world)
     if launcher in (_TORCHRUN, _BY_HAND):
         _check_one_job(environ, launcher, world or 1, matching)
+    if launcher is _BY_HAND:
+        _check_outer_rank(environ, rank, world or 1)
     address, port = _find_rendezvous(environ, launcher, rank)
     return RankInfo(launcher.name, rank, world, local_rank, local_world, launcher.mpi, address, port)
 
@@ -143,6 +147,17 @@ def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     in_step = step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
     return all(environ.get(name) for name in (launcher.rank, *launcher.required.split())) and (in_step or not launcher.needs_step)
+
+
+def _read_batch_shell(environ: Mapping[str, str]) -> RankInfo:
+    """Return BATCH_SHELL for a Slurm script that exports WORLD_SIZE for its steps. Raises LaunchError elsewhere."""
+    if environ.get("SLURM_JOB_ID"):
+        return BATCH_SHELL
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    raise LaunchError(
+        f"WORLD_SIZE={environ['WORLD_SIZE']}, but no {', no '.join(missing)}: each process would train a copy; start them by srun, "
+        "mpirun or torchrun, set RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each, or unset WORLD_SIZE"
+    )
 
 
 def _in_interactive_shell(environ: Mapping[str, str]) -> bool:
@@ -193,6 +208,16 @@ def _check_one_job(environ: Mapping[str, str], inner: _Launcher, world: int, mat
             advice = "give torchrun --nnodes and --rdzv-endpoint" if inner is _TORCHRUN else "unset RANK and WORLD_SIZE"
             size = f"{groups} node" if inner is _TORCHRUN else f"WORLD_SIZE={world}"
             raise LaunchError(f"{outer.name} started {tasks} tasks, each with {inner.name} of {size}: copies of one job; {advice}")
+
+
+def _check_outer_rank(environ: Mapping[str, str], rank: int, world: int) -> None:
+    """Raise LaunchError if RANK is not that of the innermost launcher, which has as many ranks: a batch script exported it for all.
+    A task of a smaller world may start several processes by hand, whose ranks are at least its own."""
+    for outer in [launcher for launcher in _LAUNCHERS[2:] if _matches(replace(launcher, required=""), environ)][:1]:
+        own, tasks = _read_int(environ, outer.rank, outer.name), _read_int(environ, outer.world, outer.name)
+        if own is not None and own != rank and (tasks == world or rank < own):
+            advice = f"unset RANK, or export it inside each task: RANK=${outer.rank}"
+            raise LaunchError(f"{_BY_HAND.name}: RANK={rank}, but {outer.rank}={own}: another rank of the same job; {advice}")
 
 
 def _find_rendezvous(environ: Mapping[str, str], launcher: _Launcher, rank: int) -> tuple[str | None, int | None]:

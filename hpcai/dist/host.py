@@ -16,6 +16,7 @@ import torch.distributed as torch_dist
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
+from hpcai.host_limits import allowed_cpus, count_cpus
 
 _FULL_EVERY = 10  # every tenth collection is a full one; frozen objects are not scanned, so it is cheap
 
@@ -90,7 +91,7 @@ def bind_to_numa_node(device: torch.device, local_world: int = 1, root: str | Pa
     """
     if device.type != "cuda" or not hasattr(os, "sched_getaffinity"):
         return None
-    (gpu, node), allowed = find_numa_node(device, root), os.sched_getaffinity(0)
+    (gpu, node), allowed, count = find_numa_node(device, root), allowed_cpus(), count_cpus(Path(root))
     cpus = read_cpu_list(Path(root, f"sys/devices/system/node/node{node}/cpulist")) & allowed
     if not cpus or cpus == allowed:
         return None
@@ -98,7 +99,7 @@ def bind_to_numa_node(device: torch.device, local_world: int = 1, root: str | Pa
         with suppress(OSError):  # a thread that has ended, or one of the driver's
             os.sched_setaffinity(int(thread), cpus)
     if "OMP_NUM_THREADS" not in os.environ:  # torch counted all cores of the machine
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus), len(allowed) // local_world)))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus), count // local_world)))
     return f"bound to {len(cpus)} CPUs of NUMA node {node}, next to GPU {gpu}: {format_ranges(cpus)}"
 
 

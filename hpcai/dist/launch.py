@@ -14,7 +14,6 @@ import atexit
 import ctypes
 import logging
 import os
-import resource
 import secrets
 import socket
 import sys
@@ -30,12 +29,13 @@ import torch
 import torch.distributed as torch_dist
 
 from hpcai import startup
-from hpcai.dist.environment import INTERACTIVE_SHELL, SINGLE_PROCESS, RankInfo, read_rank_info
+from hpcai.dist.environment import BATCH_SHELL, INTERACTIVE_SHELL, SINGLE_PROCESS, RankInfo, read_rank_info
 from hpcai.dist.host import bind_to_numa_node, retain_freed_memory
 from hpcai.dist.mesh import Mesh
 from hpcai.dist.waiting import waiting_at
 from hpcai.dist.watchdog import Watchdog, exit_now, report_failure
 from hpcai.errors import LaunchError
+from hpcai.host_limits import raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
     sizes: Mapping[str, int] = axes.model_dump() if hasattr(axes, "model_dump") else dict(axes)
     info = read_rank_info()
     _check_mpi_world(info)
-    if info is INTERACTIVE_SHELL:
+    if info in (INTERACTIVE_SHELL, BATCH_SHELL):
         logger.info("this is one process, in %s; to start one for each task, put srun before the command", info.launcher)
     if torch_dist.is_initialized():
         raise LaunchError("torch.distributed is initialized already; start() creates the process group itself")
@@ -216,13 +216,13 @@ def _open_store(info: RankInfo, comm: Any) -> tuple[str, torch_dist.Store, str]:
     port, timeout = info.port, _read_timeout()
     assert info.address is not None and info.world is not None
     one_node = info.local_world == info.world
-    address, world = info.address if from_torchrun or not one_node else "127.0.0.1", info.world
+    address = info.address if from_torchrun or not one_node else "127.0.0.1"
 
     start_time = time.monotonic()
     try:
         if not _stores:
             if info.rank == 0:
-                _raise_file_limit(8 * world + 1024)
+                raise_file_limit()  # for a few sockets of every rank
             serves = info.rank == 0 and not from_torchrun
             store = _serve_store(address, port or 0, one_node) if serves else None
             if comm is not None:
@@ -262,13 +262,6 @@ def _share_token(info: RankInfo, comm: Any, store: torch_dist.Store) -> str:
     if info.rank == 0:
         store.set("token", token)
     return store.get("token").decode()
-
-
-def _raise_file_limit(count: int) -> None:
-    """Raise the limit on open files: rank 0 has a few sockets for every rank, and many systems allow 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard))
 
 
 def _set_device(info: RankInfo) -> torch.device:

@@ -17,7 +17,7 @@ class Cost:
     memory_bound: float
     """of kernels that are bound by memory bandwidth"""
     launches: float
-    """in addition: launches of kernels, and waits for the host without CUDA graphs"""
+    """in addition: launches of kernels"""
     exposed_communication: float
     """of communication that is not overlapped with computation"""
     sent: float
@@ -33,22 +33,19 @@ class Cost:
         return Cost(*(factor * value for value in vars(self).values()))
 
 
-def estimate_cost(events: Sequence[Event], machine: Machine, captured: bool = True) -> Cost:
+def estimate_cost(events: Sequence[Event], machine: Machine) -> Cost:
     """Return the cost of ``events`` in order, with kernels on one stream and one stream for the communication of each group, which
     starts when it is requested and the previous one has ended."""
-    now = host = compute = memory = launches = exposed = sent = messages = 0.0
+    now = compute = memory = launches = exposed = sent = messages = 0.0
     stream_free: dict[tuple[str, tuple[int, ...]], float] = {}  # when the next message of a group can begin
     arrival: dict[int, float] = {}
     for event in events:
         if isinstance(event, Kernel):
             width = max(min(machine.flops), min(8, event.element_bytes))
             multiply, move = event.flops / machine.flops[width], event.bytes / machine.bandwidth
-            duration, overhead = machine.slowdown * max(multiply, move), machine.kernel_overhead
-            if not captured:
-                host += machine.host_launch
-                overhead += max(0.0, host - now)
-            now += duration + overhead
-            launches += overhead
+            duration = machine.slowdown * max(multiply, move)
+            now += duration + machine.kernel_overhead
+            launches += machine.kernel_overhead
             compute, memory = (compute + duration, memory) if multiply > move else (compute, memory + duration)
         elif isinstance(event, Communication):
             stream = ("in" if event.name == "receive" else "out", event.ranks)

@@ -1,12 +1,15 @@
-"""GPUs and interconnects, by the data sheets of their vendors, and the efficiencies that are assumed.
+"""GPUs and interconnects, by the data sheets of their vendors (machines.toml), and the efficiencies that are assumed.
 
 Efficiencies are equal for all GPUs and networks, and were set before any plan was compared with a published run: large matrix
 products in bfloat16 reach 0.7 of the peak rate, memory traffic 0.85 of the bandwidth, communication 0.8 of the link rate.
 """
 
 import math
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from hpcai.errors import ConfigError
 
@@ -42,8 +45,6 @@ class Machine:
     """seconds per kernel in a CUDA graph in addition to memory traffic and FLOP: its launch, and the tail of its last blocks"""
     slowdown: float = 1.0
     """measured factor by which kernels are slower than at these rates, without launches and communication"""
-    host_launch: float = 0.0
-    """seconds that the host needs to launch a kernel outside of a CUDA graph"""
 
     def communication_time(self, name: str, size: int, ranks: Sequence[int]) -> tuple[float, float]:
         """Return seconds of a communication of ``size`` bytes (see ``Communication``), and bytes sent by each rank: the bounds of
@@ -57,30 +58,19 @@ class Machine:
         return link.latency * (1 + math.log2(nodes)) + sent / rate, sent
 
 
-def _gpu(
-    name: str, float8: float | None, bf16: float, tf32: float, bandwidth: float, capacity: float, per_node: int, intra_node: float,
-    inter_node: float,
-) -> Machine:  # fmt: skip
-    """Return a machine from data sheets: dense TFLOP/s in FP8, bfloat16 and TF32, memory (GB/s), memory (GB), links of a GPU
-    (GB/s)."""
-    sheet = {1: float8, 2: bf16, 4: tf32, 8: 60}
+def _machine(name: str, sheet: dict[str, Any]) -> Machine:
+    """Return the machine of a data sheet in machines.toml."""
+    widths = {"fp8": 1, "bf16": 2, "tf32": 4, "fp64": 8}
+    flops = {widths[kind]: _COMPUTE * rate * 1e12 for kind, rate in {**sheet["tflops"], "fp64": 60}.items()}
+    intra_node, inter_node = (_LINK * sheet[place] * 1e9 for place in ("intra_node", "inter_node"))
     return Machine(
-        name, {width: _COMPUTE * rate * 1e12 for width, rate in sheet.items() if rate}, _MEMORY * bandwidth * 1e9, capacity * 1e9,
-        per_node, Link(15e-6, _LINK * intra_node * 1e9), Link(20e-6, _LINK * inter_node * 1e9), host_launch=8e-6,
+        name, flops, _MEMORY * sheet["bandwidth"] * 1e9, sheet["capacity"] * 1e9, sheet["gpus_per_node"], Link(15e-6, intra_node),
+        Link(20e-6, inter_node),
     )  # fmt: skip
 
 
-MACHINES = {
-    machine.name: machine
-    for machine in (
-        _gpu("a100-40", None, 312, 156, 1555, 40, 4, 300, 25),  # Perlmutter: one Slingshot 11 of 200 Gb/s for each GPU
-        _gpu("a100", None, 312, 156, 2039, 80, 4, 300, 25),
-        _gpu("h100", 1979, 989, 495, 3352, 80, 8, 450, 50),  # Eos: one InfiniBand of 400 Gb/s for each GPU
-        _gpu("h200", 1979, 989, 495, 4800, 141, 8, 450, 50),
-        _gpu("gh200", 1979, 989, 495, 4000, 96, 4, 450, 25),  # Alps: one Slingshot 11 of 200 Gb/s for each module
-        _gpu("b200", 4500, 2250, 1125, 8000, 180, 8, 900, 50),
-    )
-}
+_SHEETS = tomllib.loads(Path(__file__).with_name("machines.toml").read_text(encoding="utf-8"))
+MACHINES = {name: _machine(name, sheet) for name, sheet in _SHEETS.items()}
 
 
 def find_machine(name: str, **changes: object) -> Machine:

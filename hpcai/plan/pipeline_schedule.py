@@ -44,13 +44,8 @@ class SequentialStages:
     hidden: tuple[torch.Size, torch.dtype] | None = None
     stages: list[StageTrace] = field(default_factory=list)
 
-    @property
-    def model(self) -> Any:
-        return self.pipeline.model
-
-    @property
-    def source(self) -> int:
-        return self.pipeline.source
+    def __post_init__(self) -> None:
+        self.model, self.source = self.pipeline.model, self.pipeline.source
 
     def backward(self, measure: Any, parts: Sequence[Any], around: Any) -> list[Any]:
         run = self.pipeline.stage_runner(measure, parts[0], around)

@@ -92,16 +92,16 @@ class _StagingBuffer:
 
 class Checkpoints:
     """The checkpoints of one run, below ``directory``. All ranks call each method together. Each checkpoint stores the run's
-    ``settings``. A run is refused if its ``frozen`` sections (the model) differ from them; other differences are reported in
-    ``messages``. ``data`` identifies the data set: a run on another one is refused, unless ``checkpoint.other_data``. ``schema``
-    is the class of the settings, for checkpoints with earlier names of them."""
+    ``settings``. A run is refused if its section ``model`` differs from them; other differences are reported in ``messages``.
+    ``data`` identifies the data set: a run on another one is refused, unless ``checkpoint.other_data``. ``schema`` is the class of
+    the settings, for checkpoints with earlier names of them."""
 
     def __init__(
         self, directory: str | Path, cfg: CheckpointConfig, mesh: Mesh, settings: dict[str, Any] | None = None,
-        frozen: tuple[str, ...] = ("model",), schema: type[Settings] | None = None,
+        schema: type[Settings] | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.cfg, self.mesh = Path(directory), cfg, mesh
-        self.settings, self.frozen, self.schema = settings or {}, frozen, schema
+        self.settings, self.schema = settings or {}, schema
         self.data, self.data_changes = "", lambda seconds: ""
         self.messages: list[str] = []
         self._damaged: list[Path] = []
@@ -331,12 +331,9 @@ class Checkpoints:
         """Raise CheckpointError for forbidden differences between the run and the checkpoint, and report the others."""
         if self.schema is not None:
             list(Schema(self.schema).apply_renames(run.settings))
-        for section in self.frozen:
-            if changes := _changes(run.settings.get(section), self.settings.get(section), section):
-                raise CheckpointError(
-                    f"{path}: the run was started with other settings ({', '.join(changes)}); keep them or choose another "
-                    "report.directory"
-                )
+        if changes := _changes(run.settings.get("model"), self.settings.get("model"), "model"):
+            text = f"the run was started with other settings ({', '.join(changes)})"
+            raise CheckpointError(f"{path}: {text}; keep them or choose another report.directory")
         if self.data and run.data and self.data != run.data:
             text = f"{path.name} was trained on another data set ({run.data} then, {self.data} now)"
             if not self.cfg.other_data:
@@ -346,7 +343,7 @@ class Checkpoints:
             self.messages.append(f"data may have changed since {path.name}: {text}; hpcai data check examines the folder")
         versions = {name: was for name, was in run.versions.items() if VERSIONS.get(name, was) != was}
         self.messages += [f"{name}: {was} then, {VERSIONS[name]} now" for name, was in versions.items()]
-        sections = {name for name in run.settings.keys() & self.settings.keys() if name not in (*self.frozen, "report")}
+        sections = {name for name in run.settings.keys() & self.settings.keys() if name not in ("model", "report")}
         self.messages += [text for name in sorted(sections) for text in _changes(run.settings[name], self.settings[name], name)]
 
     def open_directory(self) -> None:

@@ -188,11 +188,8 @@ def export(
     sizes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in frozen.items()}
     ordered = sorted(sizes, key=lambda name: (name in frozen, -sizes[name][0].itemsize, name))
     ends = list(accumulate(math.prod(size) * dtype.itemsize for dtype, size in map(sizes.__getitem__, ordered)))
-    entries: dict[str, Any] = {"__metadata__": run.about}
-    for name, begin, end in zip(ordered, [0, *ends], ends):
-        entries[name] = {"dtype": shard_file.DTYPE_NAMES[sizes[name][0]], "shape": sizes[name][1], "data_offsets": [begin, end]}
     with path.open("wb") as file:
-        file.write(shard_file.encode_header(entries))
+        file.write(shard_file.encode_header({name: sizes[name] for name in ordered}, __metadata__=run.about))
         portions = groupby(zip(ordered[: len(source)], ends), lambda pair: pair[1] // _EXPORT_BYTES)
         tensors = (tensor for _, some in portions for tensor in reader.read(source[name] for name, _ in some).values())
         for tensor in chain(tensors, (frozen[name] for name in ordered[len(source) :])):

@@ -35,10 +35,12 @@ from hpcai.dist.host import format_ranges
 from hpcai.dist.mesh import Mesh
 from hpcai.dist.waiting import HEARTBEAT, location
 from hpcai.errors import DataError, DivergedError
+from hpcai.json_file import read_object
 from hpcai.train import rng
 
 LAST_FAILURE = "last-failure"  # a link in the run's directory: the first rank to create it names the bundle for all
 FIRST_STEP_FACTOR = 4  # the first step after a start compiles, and has so many timeouts
+_REPORT = "a report of a failed run"
 _CHECKS = 10  # checks of the heartbeat per timeout
 _MAX_RECORDS, _MAX_EVENTS = 200, 100
 _WRITE_TIMEOUT = 10.0  # seconds for the file system, after which the failure is handled without a bundle
@@ -212,13 +214,9 @@ def read_bundle(bundle: Path) -> list[dict[str, Any]]:
     """Return the reports of a bundle, by rank. Raises DataError if it is no bundle."""
     reports = []
     for file in sorted(bundle.glob("rank-*.json")):
-        try:
-            reports.append(json.loads(file.read_text()))
-            missing = {"kind", "run", "rank", "world", "time", "step", "settings", "where"} - reports[-1].keys()
-        except (OSError, ValueError, AttributeError) as problem:
-            raise DataError(f"{file}: cannot be read ({problem})") from problem
-        if missing:
-            raise DataError(f"{file}: has no {', '.join(sorted(missing))}; expected a report of a failed run")
+        reports.append(read_object(file, _REPORT, DataError))
+        if missing := {"kind", "run", "rank", "world", "time", "step", "settings", "where"} - reports[-1].keys():
+            raise DataError(f"{file}: has no {', '.join(sorted(missing))}; expected {_REPORT}")
     if not reports:
         raise DataError(f"{bundle}: holds no rank-*.json; expected a folder failure-... of a run's directory")
     return reports

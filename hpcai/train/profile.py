@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 import torch
 
@@ -14,7 +13,6 @@ from hpcai.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Ranks = Literal["first", "all"]
 _NO_SPAN = nullcontext()
 _gpu: bool | None = None
 _tracing = False
@@ -39,18 +37,16 @@ def _marked(name: str, traced: AbstractContextManager[object]) -> Iterator[None]
 class Profile:
     """Context manager that traces ``steps``: one step, or the first and the last, counted from 1; None traces nothing.
 
-    The first rank of ``mesh`` (``ranks="all"``: every rank) writes ``directory/profile/rank-0000.json.gz``, for Perfetto or
-    chrome://tracing, and the costliest operations as text beside it. On a GPU the steps are also marked for Nsight Systems: ``nsys
-    profile --capture-range=cudaProfilerApi``. ``done``: the steps of the run before this start. Raises ConfigError if ``steps`` are
-    out of order.
+    The first rank of ``mesh`` writes ``directory/profile/rank-0000.json.gz``, for Perfetto or chrome://tracing, and the costliest
+    operations as text beside it. On a GPU the steps are also marked for Nsight Systems: ``nsys profile
+    --capture-range=cudaProfilerApi``. ``done``: the steps of the run before this start. Raises ConfigError if ``steps`` are out of
+    order.
     """
 
-    def __init__(
-        self, directory: Path | None, steps: Sequence[int] | None, mesh: Mesh, done: int = 0, ranks: Ranks = "first"
-    ) -> None:
+    def __init__(self, directory: Path | None, steps: Sequence[int] | None, mesh: Mesh, done: int = 0) -> None:
         if steps is not None and (len(steps) not in (1, 2) or not 1 <= steps[0] <= steps[-1]):
             raise ConfigError(f"profiled steps are {list(steps)}; expected one step from 1 on, or the first and the last")
-        enabled = directory is not None and steps is not None and (ranks == "all" or mesh.is_first)
+        enabled = directory is not None and steps is not None and mesh.is_first
         self.first, self.last = (steps[0], steps[-1]) if enabled and steps else (0, -1)
         self.path = (directory or Path()) / "profile" / f"rank-{mesh.job.rank:04d}.json.gz"
         self._cuda, self._done = mesh.device.type == "cuda", done

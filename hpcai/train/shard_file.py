@@ -27,11 +27,11 @@ from hpcai.dist.mesh import Axis
 BLOCK = 16 << 20
 """Bytes that have a SHA-256 together."""
 _ALIGN = 4096  # a header is padded to whole pages
-DTYPE_NAMES = {
+_DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_DTYPES = {kind: dtype for dtype, kind in DTYPE_NAMES.items()}
+_DTYPES = {kind: dtype for dtype, kind in _DTYPE_NAMES.items()}
 _SHARD_KEY = re.compile(r"(.+)\[(\d+:\d+(?:,\d+:\d+)*)\]", re.DOTALL)  # name of a tensor, and the index range in each dim
 
 
@@ -88,8 +88,13 @@ def _rank_in(axes: Sequence[Axis]) -> int:
 # ---- writing
 
 
-def encode_header(entries: Mapping[str, Any]) -> bytes:
-    """Return the beginning of a file: a length, and JSON of ``entries``, padded to whole pages."""
+def encode_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], **entries: Any) -> bytes:
+    """Return the beginning of a file that holds ``tensors`` (dtype and shape by name) one after another: a length, and JSON of
+    ``entries`` and tensors, padded to whole pages."""
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGN)
     return len(text).to_bytes(8, "little") + text
@@ -97,11 +102,7 @@ def encode_header(entries: Mapping[str, Any]) -> bytes:
 
 def write(path: Path, boxes: Sequence[Box], memory: Tensor, writer: int) -> dict[str, Any]:
     """Write ``boxes``, whose elements are in ``memory``, to a file, and wait for the disk. Return the index entry of the file."""
-    ends = list(accumulate((box.tensor.nbytes for box in boxes), initial=0))
-    header = encode_header({
-        box.key: {"dtype": DTYPE_NAMES[box.tensor.dtype], "shape": tuple(box.tensor.shape), "data_offsets": span}
-        for box, *span in zip(boxes, ends, ends[1:])
-    })  # fmt: skip
+    header = encode_header({box.key: (box.tensor.dtype, box.tensor.shape) for box in boxes})
     digests, content = [], memory.numpy().data
     with path.open("wb") as file:
         file.write(header)

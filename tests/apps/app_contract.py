@@ -16,6 +16,7 @@ from tests.apps.app_runs import ROOT, App, check_equal_weights, metric_by_step, 
 
 Log = tuple[list[str], list[str]]
 Refusal = tuple[str, Sequence[str], str]
+"""a kind of damage to the data ("" for none), overrides, and a part of the message"""
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -40,8 +41,6 @@ class AppContract:
     """``--usage`` and ``--ruleset`` of MLPerf's compliance checker"""
     logs: list[Log]
     """overrides of a run, and the rules that a run of this size cannot satisfy"""
-    refusals: list[Refusal]
-    """a kind of damage to the data ("" for none), overrides, and a part of the message"""
     damage_data: Callable[[Path, str], None]
     stop = 2
     """the last step before the resume"""

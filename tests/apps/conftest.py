@@ -7,6 +7,7 @@ import pytest
 pytest.register_assert_rewrite("tests.apps.app_contract", "tests.apps.app_runs")
 
 from tests.apps.app_runs import App  # noqa: E402
+from tests.reference_data import load_json  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,9 @@ def data(app: App, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize the tests of a contract by the lists of the class: data settings, jobs, logs and refusals."""
-    for name, attribute in (("data_setting", "data_settings"), ("job", "jobs"), ("log", "logs"), ("refusal", "refusals")):
+    """Parametrize the tests of a contract by the lists of the class, data settings, jobs and logs, and by the app's refusals."""
+    for name, attribute in (("data_setting", "data_settings"), ("job", "jobs"), ("log", "logs")):
         if name in metafunc.fixturenames and metafunc.cls:
             metafunc.parametrize(name, getattr(metafunc.cls, attribute), ids=lambda case: case if isinstance(case, str) else None)
+    if "refusal" in metafunc.fixturenames:
+        metafunc.parametrize("refusal", load_json("refused/apps")[metafunc.module.APP.name])

@@ -56,18 +56,6 @@ class TestContract(AppContract):
          "step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], held: true, late: false, warmup: 1, start: 1e-4}"],
         ["eval_error"],  # three steps do not reach 0.124
     )]  # fmt: skip
-    refusals = [
-        ("no folder", (), "/train: no such folder; make data with: python -m data_prep.cosmoflow simulate"),
-        ("truncated", (), "universe_00003.h5: not a complete HDF5 file"), ("NaN", (), "row 1 of 'target' holds NaN or infinity"),
-        ("", ("model.size=64",), "dataset 'counts' is (4, 16, 16, 16, 4), expected (rows, 64, 64, 64, 4); make data with"),
-        ("", ("data.batch=25",), "train: 24 samples are fewer than one batch of 25"),
-        ("", ("step.accumulate=3",), "a batch of 8 samples does not divide by 1 replicas x 3 micro-batches"),
-        ("", ("mesh.depth=2",), "mesh depth 2 needs a multiple of 2 processes, but 1 was started"),
-        ("", ("step.lr=1e25", "step.optimizer=sgd"), "is not finite on rank 0 (train/universe_"),
-        ("", ("step.lrr=1",), "step.lrr: no such key; did you mean step.lr?"),
-        ("", ("step.weight_decay=0.1", "model.dropout=0.5"), "the MLPerf HPC rules allow one of them"),
-        ("", ("mesh.evaluate=1", "data.stage=/tmp/x"), "processes that only evaluate cannot take part in staging"),
-    ]  # fmt: skip
     damage_data = staticmethod(damage_data)
     stop = 4
 

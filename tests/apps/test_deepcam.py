@@ -51,12 +51,6 @@ class TestContract(AppContract):
         ["train.target=0.001", "train.seed=3", "train.epochs=1", "step.optimizer=lamb", f"step.schedule={STEPS}"],
         ["eval_accuracy", "eval_samples", "train_samples"],
     )]  # fmt: skip
-    refusals = [
-        ("names", (), "train: has the variables ['PWAT', 'U850'"),
-        ("statistics", (), "statistics.json: no statistics of the training maps"),
-        ("empty class", ("model.frequencies=null",), "no training map holds a tropical cyclone"),
-        ("size", (), "holds maps of 40 x 96 pixels with masks of 40 x 96; expected equal sizes, multiples of 16"),
-    ]  # fmt: skip
     damage_data = staticmethod(damage_data)
 
     def check_config(self, name: str, cfg: Any) -> None:

@@ -40,12 +40,6 @@ class TestContract(AppContract):
          "step.schedule.unit=steps"],
         ["eval_accuracy", "evaluation_frequency"],
     )]  # fmt: skip
-    refusals = [
-        ("periodic", (), "its dims are periodic as [false, true], model.unet.periodic is another list"),
-        ("", ("model.size=[1, 8, 8]",), "samples are [1, 16, 16], model.size is [1, 8, 8]"),
-        ("", ("model.unet.parameters=3",), "parameters"), ("", ("model.sampler.method=ddim",), "ddim needs a schedule"),
-        ("", ("report.sinks=[mlperf]",), "to the MLPerf"), ("", ("benchmark=flux1",), "MLPerf's flux1 has 0; set it to 0"),
-    ]  # fmt: skip
     damage_data = staticmethod(damage_data)
 
     def check_config(self, name: str, cfg: Any) -> None:

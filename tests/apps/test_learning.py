@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from hpcai.models.openfold import Alignment
 from tests import proteins
 from tests.apps import small_apps, universes
 from tests.apps.app_runs import ROOT, metric_by_step
+from tests.reference_data import DATA
 
 
 def claim(test: Callable[..., None]) -> Callable[..., None]:
@@ -238,60 +240,31 @@ def write_sentences(folder: Path) -> None:
     assert text.main([*argv, "--tokenizer", "bytes", "--sequence", "48", "--workers", "1"]) == 0
 
 
-SHORT = {
-    "cosmoflow": (
-        lambda folder: universes.write_universes(folder, size=16, train=96, validation=24, rows=1),
-        ["model.size=16", "model.blocks=4", "model.filters=4", "data.batch=8", "step.lr=5e-3", "train.epochs=6",
-         "step.ema_decay=null"],
-        error_ratios, {"Omega_m": (">", 1.6)},
-    ),
-    "deepcam": (
-        write_bands,
-        ["model.middle=1", "model.divide=8", "model.frequencies=[0.4,0.3,0.3]", "data.batch=4", "data.evaluation_batch=6",
-         "step.lr=4e-3", "train.epochs=10", "train.evaluate_every=10", "step.ema_decay=null"],
-        last_scores, {"iou": (">", 0.5)},
-    ),
-    "unet3d": (
-        small_apps.simulator("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"),
-        ["model.filters=[6,8,12]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "step.lr=1e-2", "train.epochs=7",
-         "train.evaluate_every=7", "step.ema_decay=0.9", "train.seed=5"],  # most seeds begin to learn later
-        last_scores, {"dice_kidney": (">", 0.12)},
-    ),
+SHORT = {  # data and scores of each app; settings and bounds are in tests/data
+    "cosmoflow": (lambda folder: universes.write_universes(folder, size=16, train=96, validation=24, rows=1), error_ratios),
+    "deepcam": (write_bands, last_scores),
+    "unet3d": (small_apps.simulator("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"), last_scores),
     "opencatalyst": (
-        small_apps.simulator("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
-        ["model.hidden=16", "model.output=16", "model.interaction=8", "model.basis=4", "model.blocks=1", "model.cutoff=4.0",
-         "data.batch=4", "step.lr=5e-3", "step.ema_decay=0.9", "train.seed=2"],
-        last_scores, {"force_cosine": (">", 0.1)},
+        small_apps.simulator("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"), last_scores,
     ),
-    "openfold": (
-        write_simulated_chain,
-        ["model.blocks=1", "features.crop=24", "features.clusters=4", "features.extra=5", "features.recycles=0",
-         "features.clamped=0", "data.batch=1", "data.epoch=40", "train.steps=40", "step.lr=1e-2", "step.ema_decay=null",
-         *NO_DROPOUT],
-        last_scores, {"masked_msa": ("<", 2.6), "distogram": ("<", 3.6), "lddt": (">", 0.1)},
-    ),
+    "openfold": (write_simulated_chain, last_scores),
     "diffusion": (
         small_apps.simulator("fields", "--kind matter --samples 240 --size 16 --slabs 1 --thickness 4 --voxel 2 --validation 0.1"
-                          " --particles-per-cell 2"),
-        ["model.unet.channels=[16,24]", "data.batch=16", "data.drawn=12", "data.members=8", "model.sampler.steps=6",
-         "train.epochs=null", "train.steps=120", "step.lr=5e-3", "step.ema_decay=0.97"],
-        ensemble_scores, {"crps": ("<", 0.85), "spread": (">", 0.6)},
+                             " --particles-per-cell 2"),
+        ensemble_scores,
     ),
-    "llm": (
-        write_sentences,
-        ["model.width=32", "model.layers=2", "model.heads=2", "model.inner=48", "data.batch=8", "train.steps=150", "step.lr=1e-2"],
-        bits_per_byte, {"this model": ("<", 0.9), "gzip -9": (">", 1.1)},
-    ),
+    "llm": (write_sentences, bits_per_byte),
 }  # fmt: skip
 
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", SHORT)
 def test_an_app_learns(name: str, tmp_path: Path) -> None:
-    make_data, overrides, scores, bounds = SHORT[name]
+    make_data, scores = SHORT[name]
+    short = tomllib.loads((DATA / "short_trainings.toml").read_text())[name]
     make_data(tmp_path / "data")
     app = replace(getattr(small_apps, name.upper()), quick_settings=["train.report_every=1", "step.precision=fp32"])
-    assert app.run(tmp_path / "data", tmp_path / "run", *overrides) == 0
+    assert app.run(tmp_path / "data", tmp_path / "run", *short["settings"]) == 0
     values = scores(tmp_path / "run")
-    for score, (relation, bound) in bounds.items():
+    for score, (relation, bound) in short["bounds"].items():
         assert values[score] > bound if relation == ">" else values[score] < bound, values

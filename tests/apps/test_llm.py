@@ -61,16 +61,6 @@ class TestContract(AppContract):
         ["benchmark=llama31_8b", "train.target=0.001", "data.pictures=0", "step.schedule={decay: cosine, length: 5, warmup: 1}"],
         ["eval_accuracy", "max_sequence_length", "opt_learning_rate_decay_steps", "opt_adamw_epsilon", "eval_samples", "max_steps"],
     )]  # fmt: skip
-    refusals = [
-        ("token", (), "token 300"),
-        ("vocabulary", (), "has 5,000 tokens, model.vocabulary is 260"), ("sequence", (), "tokens"), ("type", (), "type: Input"),
-        ("no text.json", (), "data_prep.text python"), ("no tokenizer.json", (), "tokenizer.json: cannot be read"),
-        ("tokenizer", (), "has tokenizer "), ("", ("data.directory=/nowhere",), "data_prep.text python"),
-        ("", ("data.reader=dali",), "set it to auto, direct or hdf5"), ("", ("data.epoch=4",), "less than one batch of 8"),
-        ("", ("model.positions=16",), "rows of 32 tokens, model.positions is 16"),
-        ("", ("data.learn=answers",), "convert with --chat or --answer"),
-        ("", ("lora={rank: 2}",), "start.weights is null"), ("", ("report.sinks=[mlperf]",), "set it to the MLPerf benchmark"),
-    ]  # fmt: skip
     damage_data = staticmethod(damage_data)
 
 

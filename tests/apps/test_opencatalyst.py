@@ -44,14 +44,6 @@ class TestContract(AppContract):
          "step.schedule={unit: steps, warmup: 2, start: 1e-4, decay: steps, decay_at: [4], decay_to: [0.1]}"],
         ["eval_error"],  # 0.036 is not reached in six steps
     )]  # fmt: skip
-    refusals = [
-        ("element", (), "has an atom of element 97; the model has embeddings up to 94"),
-        ("apart", (), "no atom has a neighbour within 4 angstrom"),
-        ("counts", (), "'positions' holds"), ("statistics", (), "statistics.json"),
-        ("", ("step.capture=whole",), "needs data.shapes few"),
-        ("", ("data.shapes=few", "data.balance=triplets"), "set it to frames"),
-        ("", ("step.accumulate=2", "data.balance=triplets"), "micro-batches need data.balance"),
-    ]  # fmt: skip
     damage_data = staticmethod(damage_data)
     stop = 4
 

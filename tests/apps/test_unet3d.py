@@ -30,12 +30,6 @@ class TestContract(AppContract):
     configs = ["gpu1", "node", "small", "spatial8"]
     data_settings = ["data.reader=direct"]
     test_the_mlperf_log_of_a_run_passes_the_checker = None  # there is none in MLPerf HPC
-    refusals = [
-        ("", ("model.window=[32,64,64]",), "smaller than model.window 32 x 64 x 64"),
-        ("", ("model.spacing_mm=[4.8,3.6,3.6]",), "voxels of 14 x 9 x 9 mm, model.spacing_mm is 4.8 x 3.6 x 3.6"),
-        ("", ("data.reader=gds",), "data.reader is gds, but crops are flipped on the CPU"),
-        ("", ("data.window_group=2", "train.evaluate=background"), "window_group is 2 and train.evaluate background"),
-    ]  # fmt: skip
 
     def check_config(self, name: str, cfg: Any) -> None:
         assert cfg.train.better == "higher" and cfg.train.metric == "mean_dice"

@@ -1,11 +1,13 @@
-"""Fixtures of data preparation: no launcher's environment, forked workers, and the small data set of a module."""
+"""Fixtures of data preparation: no launcher's environment, forked workers, short checks, and the small data set of a module."""
 
 import multiprocessing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from data_prep import store
+from data_prep import command, store
+from hpcai.cli.check import Options
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +15,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(store, "get_context", lambda kind: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(command, "Options", partial(Options, threads=1))  # each thread starts an interpreter
 
 
 @pytest.fixture(scope="module")

@@ -141,6 +141,8 @@ def write_universe(path, full, unit=None):
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
         file["full"], file["unitPar"] = full, sample(5, edge=8)[1] if unit is None else unit
+        if isinstance(file.get("full"), h5py.Dataset):
+            file["full"].attrs["_FillValue"] = 999
 
 
 @pytest.mark.parametrize("dtype", ["i2", ">i2", "u4", "f8"])
@@ -223,6 +225,7 @@ def test_a_damaged_file_is_reported_with_its_byte(data, messages, tmp_path, caps
         (np.zeros((9, 9, 8, 4), np.int16), None, "'full' is int16 (9, 9, 8, 4), expected numbers (N, N, N, 4)"),
         (np.full((9, 9, 9, 4), 0.5), None, "'full' holds 0.5 in cell [0, 0, 0, 0], expected whole numbers from 0 to 32,767"),
         (np.full((9, 9, 9, 4), 65535, "u2"), None, "'full' holds 65535"), (np.full((9, 9, 9, 4), -1), None, "'full' holds -1"),
+        (np.full((9, 9, 9, 4), 999), None, "'full' holds 999 in cell [0, 0, 0, 0], expected whole numbers from 0 to 32,767, and"),
         (np.zeros((9, 9, 9, 4), int), np.full(4, 2.0), "[-1.5, 1.5]"), (np.zeros((9, 9, 9, 4)), np.zeros(3), "3 target values"),
         (h5py.SoftLink("/counts/z0"), None, "'full' is a link to /counts/z0, where nothing is"),
     ],

@@ -58,10 +58,10 @@ def sequence(number):
     return "".join(RESTYPES[kind] for kind in random_chain(20 + number, number).aatype)
 
 
-def add_structure(folder, name, number, day="2011-03-02", resolution=2.0):
+def add_structure(folder, name, number, day="2011-03-02", resolution=2.0, scale=1.0):
     chain, path = random_chain(20 + number, number), folder / "mmcif" / name[:2] / f"{name}.cif"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_structure(path, chain.aatype, chain.positions, chain.mask, chain.bfactors, chain="A")
+    write_structure(path, chain.aatype, scale * chain.positions, chain.mask, chain.bfactors, chain="A")
     release = f"\n_pdbx_audit_revision_history.revision_date {day}\n" if day else "\n"
     path.write_text(path.read_text() + f"{release}_refine.ls_d_res_high {resolution}\n_exptl.method 'X-RAY DIFFRACTION'\n")
 
@@ -296,6 +296,7 @@ def test_unusable_items_are_listed_and_skipped(library, tmp_path, capsys):
     path = library / "mmcif" / "6f" / "6fff.cif"
     path.write_text(path.read_text()[:-700].rsplit("\n", 1)[0] + "\nATOM 1 N")           # in the middle of a row
     add_alignment(library, "7ggg_A", sequence(0))
+    add_structure(library, "8hhh", 8, scale=0.1)                                          # in nanometres
     a3m = library / "alignments" / "2bbb_A" / "a3m" / "uniref90_hits.a3m"
     a3m.write_text(a3m.read_text().replace("aaaa", "aa?a", 1))
     with (library / "validation").open("a") as file:
@@ -303,10 +304,11 @@ def test_unusable_items_are_listed_and_skipped(library, tmp_path, capsys):
     assert convert(library, tmp_path / "out") == 0
     assert chain_names(tmp_path / "out") == {"train": ["1aaa_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
     listed, stdout = read_json(tmp_path / "out" / "skipped.json"), capsys.readouterr().out
-    assert set(listed["unusable"]) == {str(path), "2bbb_A", "7ggg_A"} and "9zzz_A" in listed["filtered"]
+    assert set(listed["unusable"]) == {str(path), "2bbb_A", "7ggg_A", "8hhh_A"} and "9zzz_A" in listed["filtered"]
     assert "not a complete mmCIF file" in listed["unusable"][str(path)] and "residues, expected 26" in listed["unusable"]["7ggg_A"]
+    assert "N and CA are 0.146 angstrom apart at the median, expected 1.46" in listed["unusable"]["8hhh_A"]
     assert f"{a3m}: line 4, column" in listed["unusable"]["2bbb_A"]
-    assert listed["unusable"]["2bbb_A"] in (last := stdout.splitlines()[-1]) and last.startswith("refused: 3 of 7 items: 1 such as")
+    assert listed["unusable"]["2bbb_A"] in (last := stdout.splitlines()[-1]) and last.startswith("refused: 4 of 8 items: 1 such as")
     assert "excluded by the options: 1, 1 such as 9zzz_A: named in" in stdout and "in no structure" in stdout
 
 

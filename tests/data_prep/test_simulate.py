@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from data_prep import command, cosmoflow, spectrum_check, store, universe
+from hpcai import host_limits
 from hpcai.durable import lock_directory
 from hpcai.errors import CheckpointError
 from tests.data_prep.prep_contract import PrepContract, check_fails, check_resumes_if_killed, columns, content, read_json, runner
@@ -142,12 +143,15 @@ def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch, capsys):
 def test_ranks_share_the_cores_of_their_machine(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(host_limits, "cgroup_folders", lambda *args: [])
     assert store.count_cores() == 8
     for name, value in (("RANK", "1"), ("SIZE", "6"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "3")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     assert store.count_cores() == 2
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(5)), raising=False)      # bound to cores of its own
     assert store.count_cores() == 5
+    monkeypatch.setattr(store, "count_cpus", lambda: 3)         # a quota of all ranks
+    assert store.count_cores() == 1
 
 
 def test_a_batch_script_is_not_a_rank(monkeypatch):

@@ -205,7 +205,7 @@ FRAME_CHANGES = {                                                               
     "flat cell": lambda atoms: atoms.cell.__setitem__(2, 0),
     "overlap": lambda atoms: atoms.positions.__setitem__(5, atoms.positions[4] + atoms.cell[0]),
     "far": lambda atoms: (atoms.set_cell([100, 100, 100]), atoms.positions.__imul__(30)),
-    "element": lambda atoms: atoms.numbers.__setitem__(3, 0), "tags": lambda atoms: atoms.set_tags(range(12)),
+    "element": lambda atoms: atoms.numbers.__setitem__(3, 0),
 }  # fmt: skip
 FILE_CHANGES = {                                                                        # changes of a file
     "cut": (".extxyz", lambda data: data[: int(0.6 * len(data))]),
@@ -231,8 +231,8 @@ REFUSED = {
     "NaN energy": ("frame 2 (", "energy holds NaN"), "NaN forces": ("frame 2 (", "forces holds NaN"),
     "NaN positions": ("frame 2 (", "positions[3, 1] is nan"), "flat cell": ("frame 2 (", "has no volume"),
     "overlap": ("frame 2 (", "angstrom apart"), "far": ("frame 2 (", "no two atoms are within 6 angstrom"),
-    "element": ("frame 2 (", "numbers[3] is 0"), "tags": ("frame 2", "expected 0 below the surface"),
-    "cut": ("frame 2: ", "of its 12 atoms"), "letters": ("frame 0: ", "cannot be read"),
+    "element": ("frame 2 (", "numbers[3] is 0"),
+    "cut": ("frame 2: ", "of its 12 atoms"), "letters": ("frame 0: ", "an atom is named 'Qx', expected an element"),
     "cut xz": ("a.extxyz.xz: frame 0", "fetch it"),
     "empty": ("a.extxyz: empty", "fetch it again"), "cut lmdb": ("a.aselmdb: ", "its pages need"),
     "cut traj": ("a.traj: ", "cannot be read"),
@@ -268,6 +268,83 @@ def test_an_atom_is_fixed_that_cannot_move_at_all(tmp_path):
     assert frames.count_graph(frame, 6.0, 50, "here")[0] > frames.count_graph(frame, 6.0, 10, "here")[0] == 120
     pair = frames.Frame(np.array([8, 1]), np.eye(2, 3), np.zeros((3, 3)), np.zeros(3), 0.0, np.zeros((2, 3)), *np.zeros((2, 2)))
     assert frames.count_graph(pair, 6.0, 50, "no cell, nothing periodic") == (2, 0)
+
+
+def write_slabs(folder, change=str):
+    """Write three systems of two frames each, whose text may be changed."""
+    folder.mkdir()
+    for seed, metal in enumerate(("Cu", "Ag", "Au")):
+        ase.io.write(path := folder / f"{seed}.extxyz", make_images(2, metal, seed=seed))
+        path.write_bytes(change(path.read_text()).encode())
+
+
+def as_fortran(text):
+    return re.sub(r"(-?\d+\.\d{6,})", lambda match: f"{float(match[1]):.12e}".replace("e", "D"), text)
+
+
+def rename_keys(text):
+    return text.replace(" energy=", " REF_energy=").replace(":forces:", ":REF_forces:")
+
+
+def without(name):
+    return lambda text: re.sub(rf" {name}=\S+", "", text)
+
+
+FORMS = {                                       # changes of text, options, and a line of the output
+    "Fortran's exponents": (as_fortran, [], ""), "byte order mark": (lambda text: "\ufeff" + text, [], ""),
+    "labels of sites": (lambda text: text.replace("\nAg", "\nAg12-").replace("\nAu", "\nAu_a").replace("\nCu", "\nCu1"), [], ""),
+    "left-handed cells": (lambda text: re.sub(r'"(\S+ \S+ \S+) (\S+ \S+ \S+) ', r'"\2 \1 ', text), [], ""),
+    "MACE": (rename_keys, [], "energies are REF_energy, forces REF_forces: 0.extxyz, one of 3 such files"),
+    "other names": (lambda text: rename_keys(text).replace("REF_", "dft_"),
+                    ["--energy-key", "dft_energy", "--forces-key", "dft_forces"], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_spellings_give_the_same_frames(tmp_path, capsys, form):
+    change, options, line = FORMS[form]
+    args = ["--label", "EMT", "--validation", "0.34", "--workers", "1"]
+    for name, function, more in (("plain", str, []), ("other", change, options)):
+        write_slabs(tmp_path / name, function)
+        assert run("convert", tmp_path / name, tmp_path / "out" / name, *args, *more) == 0
+    assert (tmp_path / "plain/1.extxyz").read_text() != (tmp_path / "other/1.extxyz").read_text()
+    assert line in capsys.readouterr().out
+    for split in ("train", "validation"):
+        actual, expected = columns(tmp_path / "out/other" / split), columns(tmp_path / "out/plain" / split)
+        assert all(np.allclose(actual[key], expected[key], atol=1e-6) for key in expected if key not in ("system", "cell"))
+        assert np.abs(actual["forces"].reshape(-1, 12, 3)[:, :4]).min() > 0                     # of fixed atoms
+
+
+@pytest.mark.parametrize("skip", [[], ["--skip-bad"]])
+@pytest.mark.parametrize(("change", "count", "text"), [
+    (without("energy"), 6, "has no energy (it has "), (lambda text: text.replace("pos:R:3", "pos:R:2"), 6, "cannot be read"),
+    (lambda text: text.replace("\nAu", "\nCA1"), 2, "an atom is named 'Ca1', expected an element"),
+])  # fmt: skip
+def test_refused_frames_are_named_and_not_the_split(tmp_path, capsys, skip, change, count, text):
+    write_slabs(tmp_path / "in", change)
+    status = run("convert", tmp_path / "in", tmp_path / "out", "--label", "EMT", "--validation", "0.5", "--workers", "1", *skip)
+    assert status == (0 if skip and count < 6 else 2)
+    stdout, stderr = capsys.readouterr()
+    where, report = f"{count} such as {tmp_path}/in/{0 if count == 6 else 2}.extxyz: frame 0: ", stdout if status == 0 else stderr
+    assert where in report and text in report and "hold-last" not in report
+    assert status == 0 or f"{count} of 6 frames cannot be used" in report
+
+
+@pytest.mark.parametrize(("tags", "expected", "note"), [
+    ([3] * 4 + [2] * 4 + [1] * 3 + [0], [0] * 8 + [1] * 3 + [2], "tags are layers, as ASE numbers them: 0 is"),
+    ([2] * 4 + [2] * 4 + [1] * 4, [0] * 8 + [1] * 4, "tags are layers"), ([0] * 8 + [1] * 3 + [2], [0] * 8 + [1] * 3 + [2], ""),
+    (range(12), [0] * 12, "tags are neither OC20's nor ASE's layers, and are left out"), ([-1] * 12, [0] * 12, "left out"),
+])  # fmt: skip
+def test_tags_of_other_meanings_are_translated_or_left_out(tmp_path, capsys, tags, expected, note):
+    atoms = make_images(1)[0]
+    atoms.positions[11, 2] += 1
+    atoms.set_tags(tags)
+    atoms.set_initial_magnetic_moments(np.arange(12))
+    ase.io.write(tmp_path / "a.extxyz", with_labels(atoms))
+    assert run("convert", tmp_path / "a.extxyz", tmp_path / "out", "--validation", "0", "--workers", "1") == 0
+    part, stdout = columns(tmp_path / "out" / "train"), capsys.readouterr().out
+    assert part["tags"].tolist() == expected and np.flatnonzero(part["fixed"]).tolist() == [0, 1, 2, 3]
+    assert note in stdout and bool(note) == ("tags are" in stdout)
 
 
 def test_ids_are_numbers_or_made_from_their_text():

@@ -6,11 +6,11 @@ NAME is an app, which is compared with its plain implementation (``hpcai bench A
     gpu       the published training step of each app, and each kernel compared with its peers, on one GPU
 """
 
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from hpcai.cli import apps
+from hpcai.errors import ConfigError
 
 SHARED = ("data", "gpu")
 
@@ -21,8 +21,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{__doc__}\nNames here: {', '.join(names)}")
         return 0
     if argv[0] not in names:
-        print(f"hpcai bench: there is no {argv[0]!r}; expected one of {', '.join(names)}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"there is no {argv[0]!r}; expected one of {', '.join(names)}")
     if argv[0] in SHARED:
         return int(import_module(f"hpcai.cli.bench.{argv[0]}").main(argv[1:]))
     from hpcai.cli.bench.app import main as measure

@@ -17,7 +17,7 @@ import torch
 
 from hpcai import dist
 from hpcai.cli.bench import gpu_clocks as clocks
-from hpcai.cli.bench.timing import Row, make_parser, print_tables, run_in_subprocess
+from hpcai.cli.bench.timing import Row, make_parser, parse_parts, print_tables, run_in_subprocess
 
 PARTS = {"apps": "gpu_steps", "kernels": "gpu_kernels"}
 _COLUMNS = (  # columns of a table; the JSON has all keys
@@ -28,7 +28,6 @@ _COLUMNS = (  # columns of a table; the JSON has all keys
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("gpu", __doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; both if none is given")
     parser.add_argument("--case", nargs="+", metavar="NAME", help="measure only these cases, in this process")
     parser.add_argument("--list", metavar="PART", choices=PARTS, help="print the names of a part's cases, one per line")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these variants of a step, or kernel implementations")
@@ -36,15 +35,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="measured windows of each row")
     parser.add_argument("--seconds", type=float, default=20.0, help="after this time two windows of a row are enough")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which the process of a case is killed")
-    args = parser.parse_args(argv)
+    args = parse_parts(parser, list(PARTS), argv)
     args.tiny = args.tiny or not torch.cuda.is_available()
     if args.list:
         print("\n".join(_part_module(args.list).cases()))
         return 0
-    args.parts = args.parts or list(PARTS)
-    _check_names(parser, "part", args.parts, PARTS)
     part_of_case = {name: part for part in args.parts for name in _part_module(part).cases()}
-    _check_names(parser, f"case in {' or '.join(args.parts)}", args.case, part_of_case)
+    _check_names(parser, "case", args.case, part_of_case, f" in {' or '.join(args.parts)}")
     _check_names(parser, "variant", args.variants, dict.fromkeys(v for part in args.parts for v in _part_module(part).VARIANTS))
     args.parts = sorted({part_of_case[name] for name in args.case or part_of_case})
     result = _measure_here(args, part_of_case) if args.case else _measure_in_subprocesses(args, part_of_case)
@@ -64,10 +61,9 @@ def _part_module(name: str) -> Any:
     return import_module(f"hpcai.cli.bench.{PARTS[name]}")
 
 
-def _check_names(parser: Any, what: str, names: Sequence[str] | None, known: Any) -> None:
+def _check_names(parser: Any, kind: str, names: Sequence[str] | None, known: Any, where: str = "") -> None:
     if unknown := sorted(set(names or ()) - set(known)):
-        kind, *where = what.split(" ", 1)
-        parser.error(f"there is no {kind} {unknown[0]!r}{''.join(f' {w}' for w in where)}; expected some of {', '.join(known)}")
+        parser.error(f"there is no {kind} {unknown[0]!r}{where}; expected some of {', '.join(known)}")
 
 
 def _measure_here(args: Any, part_of_case: dict[str, str]) -> Row:

@@ -123,16 +123,12 @@ class StepBenchmark:
         """FLOPs of a step, the mean over step variants, or the error: of forward and backward, neither compiled nor captured."""
         try:
             with _restore_backend_flags():
-                return self._count_flops()
+                step, variants = self.workload.build_step(self.settings("eager"), self.mesh), len(self.case.step_variants)
+                return sum(clocks.count_flops(partial(step._gradients, batch)) for batch in self.batches[:variants]) / variants
         except Exception as error:  # any: the times are still valid
             return f"not counted: {clocks.describe_error(error)}"
         finally:
             clocks.free_memory()
-
-    def _count_flops(self) -> float:
-        step = self.workload.build_step(self.settings("eager"), self.mesh)
-        variants = len(self.case.step_variants)
-        return sum(clocks.count_flops(partial(step._gradients, batch)) for batch in self.batches[:variants]) / variants
 
     def _measure(self, variant: str) -> Row:
         cfg, batches, variants, flops = self.settings(variant), self.batches, len(self.case.step_variants), self.flops

@@ -48,21 +48,19 @@ def bootstrap_interval(ratios: Sequence[float], draws: int = 2000) -> dict[str, 
     return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
 
 
-def alternate(
-    runs: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2, clock: Callable[[], float] | None = None,
-) -> dict[str, float]:  # fmt: skip
+def alternate(runs: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float] | None = None) -> dict[str, float]:
     """Return the median seconds of each run. Runs alternate, so that a busy machine slows all equally. The default clock is CPU
-    time, on a GPU wall time. The first ``warm`` runs of each are not counted."""
+    time, on a GPU wall time. The first two runs of each are not counted."""
     clock = clock or (time.perf_counter if torch.cuda.is_available() else time.process_time)
     times: dict[str, list[float]] = {name: [] for name in runs}
     gc.collect()
-    for repeat in range(repeats + warm):
+    for repeat in range(-2, repeats):
         for name, run in list(runs.items())[:: 1 if repeat % 2 else -1]:
             synchronize()
             start = clock()
             run()
             synchronize()
-            if repeat >= warm:
+            if repeat >= 0:
                 times[name].append(clock() - start)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 

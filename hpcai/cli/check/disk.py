@@ -102,10 +102,6 @@ def _measure_reads(files: "Sequence[DataFile]", sample_bytes: int, reader: Reade
 
 def evict(path: Path) -> None:
     """Drop a file from the page cache."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fdatasync(descriptor)  # dirty pages would stay
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
+    with suppress(OSError), path.open("rb", buffering=0) as file:
+        os.fdatasync(file.fileno())  # dirty pages would stay
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

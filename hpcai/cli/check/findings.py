@@ -11,59 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from hpcai.cli import findings
 from hpcai.errors import ConfigError
 
-KINDS: findings.FindingKinds = {
-    # index.json and the names of files
-    "index/none": ("warning", "is missing, so truncated, damaged or missing files are not detected; --index makes it from the "
-                              "existing files"),
-    "index/lost": ("error", "cannot be read: {why}; --index makes it again from the files; its own information is lost, so "
-                            "compare them with their source first"),
-    "index": ("error", "cannot be used: {why}; correct it by hand"),
-    "index/table": ("error", "{why}: jobs refuse to start; --index writes it again"),
-    "stranger": ("warning", "is not in index.json, so a loader may leave it out; move it away, or add it by hand"),
-    "missing": ("error", "is in index.json and not in the folder; copy it again from its source, or remove its entry by hand"),
-    "leftover": ("warning", "was left by a process that ended early, or is being written; delete it when no process writes here"),
-    "empty": ("error", "{why}; make it again, or delete it"),
-    # one file
-    "truncated": ("error", "is truncated: has {found:,} bytes, the index says {want:,}; copy it again from its source"),
-    "overlong": ("error", "is too long: has {found:,} bytes, the index says {want:,}; copy it again from its source"),
-    "bit-flip": ("error", "its SHA-256 is {found:.16}..., expected {want:.16}...: bits were flipped, or it was rewritten; "
-                          "copy it from its source, or if it is right, correct the index by hand"),
-    "table": ("error", "is not the file from which the table of index.json was made: it was rewritten; compare it with its "
-                       "source, or --index if it is right"),
-    "unreadable": ("error", "{why}; copy or make it again"),
-    "rows": ("error", "has {found:,} rows, expected {want:,} as {have}; make it again, or correct the index"),
-    "unwritten": ("error", "{missing:,} of {chunks:,} chunks of {shape} were never written: its writer ended early; make it again"),
-    "compressed": ("warning", "{why} (to {packed:.0%} of the size); each read decompresses a whole chunk of {chunk}; {advice}"),
-    "layout": ("warning", "{why}; direct reads need contiguous values in the file; {advice}"),
-    "layout/elsewhere": ("warning", "{why}, which are not checked; direct reads need contiguous values in the file"),
-    "layout/objects": ("note", "{why}; its values are not checked"),
-    "chunked": ("note", "is stored in chunks of {chunk}, so that a row is {pieces} reads instead of one; {advice}"),
-    "unaligned": ("note", "begins at byte {offset:,}, not at a page boundary: each direct read of a row of {width} fetches a page "
-                          "more than it needs; {advice}"),
-    # values
-    "nan": ("error", "{rows} of {all:,} holds NaN or infinity, expected finite values; find the cause, or leave them out"),
-    "range": ("error", "{rows} of {all:,} holds values such as {value:g}, expected {low} to {high}; correct the file or the range"),
-    "constant": ("warning", "{rows} of {all:,} holds nothing but {value:g}, expected values that differ; find why it is blank, or "
-                            "leave it out; if it is allowed, declare it in 'fields' of index.json: \"blank\" and this value"),
-    "duplicate": ("warning", "row {row} is the same sample as {place}{more}; it counts twice in every epoch: drop one of them"),
-    "leak": ("error", "row {row} is the same sample as {place}{more}; memorized samples inflate the score: drop one"),
-    # files against one another, against the index, and splits against one another
-    "schema": ("error", "is not in this file; expected {want}, as {have}; make it again"),
-    "schema/extra": ("error", "is in this file and not in {most:,} of {all:,} files; delete it there, or make the others again"),
-    "schema/index": ("error", "'fields' names dataset '{name}', which no file has; correct it by hand, or make the files again"),
-    "schema/splits": ("warning", "'{name}' is {found} here, expected {want} as in {first}; make both splits equal"),
-    "dtype": ("error", "is {found}, expected {want}, as {have}; make it again"),
-    "shape": ("error", "has rows of {found}, expected {want}, as {have}; make it again"),
-    # the job and the disk
-    "batch": ("error", "a batch of {batch} samples does not divide by {world} processes; expected a multiple: {near}"),
-    "few": ("error", "{samples} samples are less than one batch of {batch}, or than {world} processes; use a smaller one"),
-    "remainder": ("note", "{samples} samples in batches of {batch}: 'drop' leaves {left} out of each epoch, 'pad' repeats {more}"),
-    "inodes": ("warning", "{files:,} files of {each} on average: opening them costs more than reading, and each takes an "
-                          "inode of a quota; pack rows into files of 64 MiB and more, such as {better:,}"),
-    "network": ("note", "is on {file_system}, one server for all nodes; copy it to local disks: hpcai data stage"),
-    "rate": ("error", "random rows come at {best}, but {job}; the GPUs will wait: copy to local disks (hpcai data stage), read "
-                      "with more threads, or make samples smaller"),
-}  # fmt: skip
+KINDS = findings.read_kinds(Path(__file__).with_name("kinds.toml"))
 
 
 @dataclass(frozen=True)

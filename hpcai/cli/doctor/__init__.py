@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpcai.cli import make_parser, tables
 from hpcai.errors import ConfigError
+from hpcai.host_limits import allowed_cpus, count_cpus
 from hpcai.kernels import triton_support
 
 DISTRIBUTION = "hpcai-suite"
@@ -69,9 +70,10 @@ def main(argv: Sequence[str]) -> int:
 
 def installation() -> Iterator[tuple[str, str]]:
     """Yield name and text of each installed component."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores, allowed = count_cpus(), len(allowed_cpus())
+    quota = f" (a quota of CPU time; {allowed} without it)" if cores < allowed else ""
     yield "Python", f"{platform.python_version()} in {sys.prefix}"
-    yield "machine", f"{platform.platform()}, {cores} cores to use"
+    yield "machine", f"{platform.platform()}, {cores} cores to use{quota}"
     for name in PROBES:
         yield from probe(name).items()
     yield "Triton kernels", triton_support.MISSING or "can be compiled"

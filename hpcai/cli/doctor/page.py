@@ -51,6 +51,8 @@ def describe_cores(members: Sequence[RankReport]) -> str:
     first, sets = members[0], list(dict.fromkeys(format_ranges(set(member.cpus)) for member in members))
     shown = " | ".join(sets[:_MAX_SHOWN]) + (" | ..." if len(sets) > _MAX_SHOWN else "")
     text = f"{len(first.cpus)} of {first.online} CPUs ({shown}), {findings.pluralize(first.threads, 'thread')} each"
+    if first.usable < len(first.cpus):
+        text += f", a quota of {first.usable} CPUs"
     if numa := set[int]().union(*(member.numa for member in members)):
         text += f", NUMA {format_ranges(numa)}"
     gpus = [member.gpu for member in members if member.gpu]

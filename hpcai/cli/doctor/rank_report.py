@@ -19,6 +19,7 @@ from hpcai.dist.environment import RankInfo
 from hpcai.dist.host import find_numa_node, read_cpu_list
 from hpcai.dist.launch import mpi_communicator, select_device
 from hpcai.errors import LaunchError
+from hpcai.host_limits import allowed_cpus, count_cpus
 
 PACKAGES = ("numpy", "h5py", "mpi4py", "pydantic", "safetensors")
 SHARED = re.compile(r"^(NCCL_|FI_|UCX_|OMP_|TORCH_|PYTORCH_|HPCAI_)(?!.*(DEVICE|IFNAME|HCA|TOKEN|TORCHELASTIC))")
@@ -40,14 +41,15 @@ class Gpu:
 @dataclass(frozen=True)
 class RankReport:
     """One rank. ``machine`` identifies the computer, even if containers have their own host names; ``cpus`` are the CPUs of its
-    affinity mask out of ``online`` ones. ``files`` is the limit of open files; ``locked`` the limit of locked memory in bytes, None
-    for no limit; ``shm`` is the size of /dev/shm."""
+    affinity mask out of ``online`` ones, ``usable`` of them within quotas of CPU time. ``files`` is the limit of open files;
+    ``locked`` the limit of locked memory in bytes, None for no limit; ``shm`` is the size of /dev/shm."""
 
     rank: int
     node: str
     machine: str
     launcher: str = "alone"
     cpus: tuple[int, ...] = ()
+    usable: int = 1 << 20
     online: int = 0
     numa: tuple[int, ...] = ()
     threads: int = 1
@@ -63,7 +65,7 @@ class RankReport:
 
 def inspect_rank(rank_info: RankInfo, root: Path = Path("/")) -> RankReport:
     """Return the report of this process; the kernel's files are read below ``root``."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cpus = allowed_cpus()
     numa = {int(path.name[4:]): read_cpu_list(path / "cpulist") for path in (root / "sys/devices/system/node").glob("node[0-9]*")}
     gpu, problem = find_gpu(rank_info, root)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -75,7 +77,7 @@ def inspect_rank(rank_info: RankInfo, root: Path = Path("/")) -> RankReport:
         shm = shutil.disk_usage(root / "dev/shm").total
     return RankReport(
         rank=rank_info.rank, node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(), machine=machine,
-        launcher=rank_info.launcher, cpus=tuple(sorted(cpus)),
+        launcher=rank_info.launcher, cpus=tuple(sorted(cpus)), usable=count_cpus(root),
         online=len(read_cpu_list(root / "sys/devices/system/cpu/online")) or os.cpu_count() or 1,
         numa=tuple(sorted(node for node, node_cpus in numa.items() if node_cpus & cpus)), threads=torch.get_num_threads(),
         gpu=gpu, gpu_problem=problem, versions=versions(gpu, root), shm=shm,

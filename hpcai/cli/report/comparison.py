@@ -114,7 +114,7 @@ def columns(comparison: Comparison, names: Sequence[str]) -> list[Column]:
     all_columns = [Column(f"best {name}", partial(_best, name=name)) for name in names]
     all_columns += [
         Column("last training loss", _last_loss), Column("time to target", _time_to_target, format_duration),
-        Column("training time", lambda run: run.seconds, format_duration), Column("samples/s", _median_throughput),
+        Column("training time", lambda run: run.seconds, format_duration), Column("samples/s", lambda run: run.throughput),
         Column("J a sample", lambda run: run.energy.get("joules_per_sample")),
         Column("W, limit of a GPU", lambda run: max(run.energy.get("gpu_limits_w") or (), default=None)),
     ]  # fmt: skip
@@ -129,11 +129,6 @@ def _best(run: RunRecord, name: str) -> float | None:
 def _last_loss(run: RunRecord) -> float | None:
     values = run.series("train", "loss")[1]
     return float(values[-1]) if len(values) else None
-
-
-def _median_throughput(run: RunRecord) -> float | None:
-    values = run.series("train", "samples_per_second")[1]
-    return float(np.nanmedian(values)) if np.isfinite(values).any() else None
 
 
 def _time_to_target(run: RunRecord) -> float | None:

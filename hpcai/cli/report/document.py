@@ -4,9 +4,8 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from html import escape
+from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from hpcai import startup
 from hpcai.cli.report.run import RunRecord
@@ -15,48 +14,8 @@ from hpcai.log import format_bytes, format_duration, format_energy, format_numbe
 
 Images = Mapping[Plot, tuple[bytes, bytes]]               # light and dark PNG of each plot
 
+STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 MAX_CHECKPOINTS = 12                                                # in the table
-
-STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --page: #f3f5f8; --ink: #1c2430; --faint: #6b7685; --line: #e1e5eb;
-  --main: #2458d3; --good: #15803d; --warn: #b45309; --bad: #b91c1c; }
-@media screen and (prefers-color-scheme: dark) { :root { --paper: #171b22; --page: #0e1116; --ink: #e4e8ef; --faint: #8e99a9;
-  --line: #2b323d; --main: #79a8ff; --good: #4ade80; --warn: #fbbf24; --bad: #f87171; } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", "Liberation Sans", sans-serif }
-main { max-width: 1160px; margin: 0 auto; padding: 36px 20px 60px }
-h1 { font-size: 30px; margin: 0; letter-spacing: -.02em; overflow-wrap: anywhere }
-h2 { font-size: 17px; margin: 0 0 2px }
-header { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: center }
-.state { font-size: 13px; font-weight: 600; padding: 3px 12px; border-radius: 99px; border: 1.5px solid }
-.good { color: var(--good) } .warn { color: var(--warn) } .bad { color: var(--bad) } .live { color: var(--main) }
-.faint, figcaption { color: var(--faint); font-size: 13.5px }
-.tiles, .plots { display: grid; gap: 16px; margin: 16px 0 }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); margin-top: 24px }
-.plots { grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)) }
-.card { background: var(--paper); border: 1px solid var(--line); border-radius: 12px; padding: 16px 20px; min-width: 0 }
-figure { margin: 0 }
-.tile b { display: block; font-size: 25px; line-height: 1.25; letter-spacing: -.01em; font-variant-numeric: tabular-nums }
-.wide { grid-column: 1 / -1 }
-img { width: 100%; height: auto; display: block; margin-top: 10px }
-section { overflow-x: auto } main > section { margin-top: 16px }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; margin-top: 6px }
-th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top }
-tr:last-child td { border-bottom: 0 }
-th { color: var(--faint); font-weight: 500; font-size: 13px }
-td:first-child { white-space: nowrap }
-td:last-child { overflow-wrap: anywhere }
-.n { text-align: right; white-space: nowrap }
-.n:last-child { padding-right: 0 }
-.words td:last-child { width: 100% }
-.texts { table-layout: fixed } .texts td { font: 12px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
-ul { margin: 6px 0 0; padding-left: 20px }
-summary { cursor: pointer; font-weight: 600; font-size: 17px }
-pre { font-size: 12.5px; line-height: 1.45; overflow-x: auto; margin: 12px 0 0 }
-@media print { body { background: #fff; font-size: 11px } main { max-width: none; padding: 0 } .card { break-inside: avoid }
-  .faint, figcaption, th { font-size: 10px } h2 { font-size: 13px } .tile b { font-size: 17px } .card { padding: 10px 14px }
-  .tiles { grid-template-columns: repeat(4, 1fr) } .plots { grid-template-columns: 1fr 1fr } .screen { display: none } }
-"""
 
 STATE_CLASSES = {"finished": "good", "target": "good", "diverged": "bad"}  # others: warn
 
@@ -98,15 +57,13 @@ def _header(run: RunRecord) -> str:
 
 def _tiles(run: RunRecord) -> str:
     last = (run.events_of("train") or run.events_of("stop") or [{}])[-1]
-    rate = run.series("train", "samples_per_second")[1]
     tiles = []
     name = run.setting("train.metric") or next(iter(run.names("evaluate")), None)
     if name and (best := run.best(name)):
         target = f", target {format_number(run.target(name))}" if run.target(name) is not None else ""
         tiles.append((f"best validation {name}", format_number(best[1]), f"at step {best[0]:,}{target}"))
-    if np.isfinite(rate).any():
+    if (median := run.throughput) is not None:
         world = run.start.get("world") or 1
-        median = float(np.nanmedian(rate))
         each = f"; {format_rate(median / world)} per process" if world > 1 else ""
         tiles.append(("throughput", format_rate(median), f"median{each}"))
     tiles.append(("training time", format_duration(run.seconds), f"{last.get('samples') or 0:,} samples seen"))
@@ -196,5 +153,5 @@ def left_out_card(lines: Sequence[str]) -> str:
 def html_page(title: str, parts: Iterable[str]) -> str:
     """Return a page of these parts; empty ones are skipped."""
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(filter(None, parts))
+            f"<title>{escape(title)}</title><style>\n{STYLE}</style></head>\n<body><main>\n" + "\n".join(filter(None, parts))
             + "\n</main></body></html>\n")

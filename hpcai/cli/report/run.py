@@ -119,6 +119,12 @@ class RunRecord:
         return float(self.training_time[1].max())
 
     @property
+    def throughput(self) -> float | None:
+        """The median of samples per second over all reports, or None without one."""
+        rates = self.series("train", "samples_per_second")[1]
+        return float(np.nanmedian(rates)) if np.isfinite(rates).any() else None
+
+    @property
     def energy(self) -> dict[str, Any]:
         """The `energy` events of all starts of the run that recorded one, summed; {} if there is none."""
         events = self.events_of("energy")

@@ -3,6 +3,7 @@
 import io
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 
 WIDTH = 13.2                                             # inches of a picture of full page width
 DPI = 160
+STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 
 
 class Theme(NamedTuple):
@@ -45,16 +47,13 @@ class Plot(NamedTuple):
     wide: bool = False
 
     def png(self, theme: Theme) -> bytes:
-        style: dict[Any, Any] = {
+        colors: dict[Any, Any] = {
             "figure.facecolor": theme.paper, "axes.facecolor": theme.paper, "savefig.facecolor": theme.paper,
             "text.color": theme.ink, "axes.labelcolor": theme.faint, "axes.edgecolor": theme.grid, "axes.titlecolor": theme.ink,
             "xtick.color": theme.grid, "ytick.color": theme.grid, "xtick.labelcolor": theme.faint, "ytick.labelcolor": theme.faint,
-            "axes.grid": True, "grid.color": theme.grid, "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.linewidth": 0.8,
-            "axes.spines.top": False, "axes.spines.right": False, "axes.labelsize": 9, "xtick.labelsize": 9, "ytick.labelsize": 9,
-            "legend.frameon": False, "legend.fontsize": 9, "lines.solid_capstyle": "round", "agg.path.chunksize": 20000,
-            "font.family": "sans-serif", "figure.constrained_layout.use": True,
+            "grid.color": theme.grid,
         }
-        with matplotlib.rc_context(style):
+        with matplotlib.rc_context({**STYLE, **colors}):
             file = io.BytesIO()
             self.draw(theme).savefig(file, format="png", dpi=DPI, metadata={"Software": None})
         return file.getvalue()

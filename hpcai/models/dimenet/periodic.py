@@ -54,7 +54,9 @@ def neighbour_list(
     ranked = np.argsort(i * (2 * cutoff) + distance)  # one key for both, rounded by far less than a tie
     level = np.empty(len(i), np.int64)
     level[ranked] = np.cumsum((np.diff(distance[ranked], prepend=-1.0) > TIE) | (np.diff(i[ranked], prepend=-1) > 0))
-    order = np.lexsort((_encode_offsets(offset), j, level))
+    # A left-handed cell gives the order of the right-handed one, whose first two vectors are these exchanged.
+    axes = [1, 0, 2] if np.linalg.det(box) < 0 else [0, 1, 2]
+    order = np.lexsort((_encode_offsets(offset[:, axes]), j, level))
     order = order[distance[order] < cutoff]
     if most is not None:
         rank = np.arange(len(order)) - np.searchsorted(i[order], i[order])
@@ -84,7 +86,7 @@ def check_atoms(
     numbers: ArrayLike, positions: ArrayLike, cell: ArrayLike, pbc: ArrayLike, where: str = "atoms", cutoff: float = SEARCH_CUTOFF
 ) -> tuple[Ints, Floats, Floats, Bools]:
     """Return atoms as arrays [N], [N, 3], [3, 3], [3]. Raises DataError, with ``where``, for wrong shapes, no atoms, atomic numbers
-    outside 1..118, values that are not finite, coordinates above 1e4, a flat or left-handed cell if any direction is periodic,
+    outside 1..118, values that are not finite, coordinates above 1e4, a flat cell if any direction is periodic,
     atoms or images closer than 1e-3, or more than 2e8 edges."""
     try:
         z, r, box, p = (np.asarray(values, np.float64) for values in (numbers, positions, cell, pbc))
@@ -105,10 +107,9 @@ def check_atoms(
             raise DataError(f"{where}: {name}{index} is {array[tuple(index)]:g}, expected {expected}")
     periodic = p.astype(bool)
     complete = _complete_cell(box, periodic | box.any(1))
-    volume = np.linalg.det(complete) / max(np.prod(np.linalg.norm(complete, axis=1)), 1e-300)
+    volume = abs(np.linalg.det(complete)) / max(np.prod(np.linalg.norm(complete, axis=1)), 1e-300)
     if periodic.any() and volume < FLAT:
-        fault, advice = ("is left-handed", "swap two vectors") if volume < -FLAT else ("has no volume", "correct it, or unset pbc")
-        raise DataError(f"{where}: cell {box.tolist()} {fault}, expected three independent, right-handed vectors; {advice}")
+        raise DataError(f"{where}: cell {box.tolist()} has no volume, expected three independent vectors; correct it, or unset pbc")
     _check_edge_count(r, _complete_cell(box, periodic), periodic, cutoff, where)
     pairs = neighbour_list(r, box, periodic, SEARCH_CUTOFF, where=where)
     for k in np.flatnonzero(pairs.distance < MIN_DISTANCE)[:1]:

@@ -6,6 +6,7 @@ read or written. A name has # for the number of a block, and begins with a dot w
 
 import itertools
 import re
+import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -25,10 +26,6 @@ _MODEL = "openfold"
 _MAX_SHOWN = 4  # names in a message
 
 
-def _rules(table: str) -> Rules:
-    return tuple((old, new) for old, new in (line.split() for line in table.strip().splitlines()))
-
-
 # ---- names
 
 # hpcai -> the parts that are concatenated, under names of OpenFold 2.
@@ -44,143 +41,13 @@ _FUSED = {
     ".template_pointwise_att.linear_kv.": (".template_pointwise_att.mha.linear_kv.",),
 }  # fmt: skip
 
-_OPENFOLD = _rules("""
-    .attention.gate_bias                    .mha.linear_g.bias
-    .attention.                             .mha.
-    .template_pointwise_att.linear_         .template_pointwise_att.mha.linear_
-    .evoformer.blocks.#.msa_att_col.        .evoformer.blocks.#.msa_att_col._msa_att.
-    .msa_att_col.linear_                    .msa_att_col.global_attention.linear_
-    .pair.                                  .pair_stack.
-    .template_pair_embedder.                .template_pair_embedder.linear.
-    .linear_q_points.                       .linear_q_points.linear.
-    .linear_kv_points.                      .linear_kv_points.linear.
-    .bb_update.                             .bb_update.linear.
-    .to_single.                             .evoformer.linear.
-    .heads.distogram.                       .heads.distogram.linear.
-    .heads.masked_msa.                      .heads.masked_msa.linear.
-    .heads.experimentally_resolved.         .heads.experimentally_resolved.linear.
-    .heads.tm.                              .heads.tm.linear.
-    .heads.                                 .aux_heads.
-""")
-# OpenFold 2 -> other codes.
-_V1 = _rules("""
-    .template_embedder.template_single_embedder. .template_angle_embedder.
-    .template_embedder.                     .
-    .msa_transition.                        .core.msa_transition.
-    .outer_product_mean.                    .core.outer_product_mean.
-    .pair_stack.                            .core.
-    _points.linear.                         _points.
-""")
-_MLPERF = _V1 + _rules("""
-    .evoformer.                             .evoformer_stack.
-    .msa_att_col._msa_att.                  .msa_att_col.
-    .template_pointwise_att.                .template_pointwise_attention.
-    .structure_module.transition.layers.0.  .structure_module.transition.
-    .aux_heads.                             .auxiliary_heads.
-""")
-# AlphaFold's left factor of incoming edges is b: its code swaps the two of its paper.
-_ALPHAFOLD = _rules("""
-    .input_embedder.linear_tf_m.            .evoformer.preprocess_1d.
-    .input_embedder.linear_msa_m.           .evoformer.preprocess_msa.
-    .input_embedder.linear_tf_z_i.          .evoformer.left_single.
-    .input_embedder.linear_tf_z_j.          .evoformer.right_single.
-    .input_embedder.linear_relpos.          .evoformer.pair_activiations.
-    .recycling_embedder.linear.             .evoformer.prev_pos_linear.
-    .recycling_embedder.layer_norm_m.       .evoformer.prev_msa_first_row_norm.
-    .recycling_embedder.layer_norm_z.       .evoformer.prev_pair_norm.
-    .extra_msa_embedder.linear.             .evoformer.extra_msa_activations.
-    .evoformer.linear.                      .evoformer.single_activations.
-    .evoformer.blocks.#.                    .evoformer.evoformer_iteration.
-    .extra_msa_stack.blocks.#.              .evoformer.extra_msa_stack.
-    .template_embedder.template_single_embedder.linear_1. .evoformer.template_single_embedding.
-    .template_embedder.template_single_embedder.linear_2. .evoformer.template_projection.
-    .template_embedder.template_pointwise_att. .evoformer.template_embedding.
-    .template_embedder.                     .evoformer.template_embedding.single_template_embedding.
-    .template_pair_embedder.linear.         .embedding2d.
-    .template_pair_stack.layer_norm.        .output_layer_norm.
-    .template_pair_stack.blocks.#.          .template_pair_stack.__layer_stack_no_state.
-    ._msa_att.                              .
-    .pair_stack.                            .
-    .msa_att_row.layer_norm_z.              .msa_att_row.feat_2d_norm.
-    .msa_att_row.linear_z.weight            .msa_att_row.feat_2d_weights
-    .layer_norm_m.                          .query_norm.
-    .msa_att_row.                           .msa_row_attention_with_pair_bias.
-    .extra_msa_stack.msa_att_col.           .extra_msa_stack.msa_column_global_attention.
-    .msa_att_col.                           .msa_column_attention.
-    .tri_att_start.                         .triangle_attention_starting_node.
-    .tri_att_end.                           .triangle_attention_ending_node.
-    _node.layer_norm.                       _node.query_norm.
-    _node.linear.weight                     _node.feat_2d_weights
-    .global_attention.                      .attention.
-    .mha.                                   .attention.
-    .attention.linear_q.weight              .attention.query_w
-    .attention.linear_k.weight              .attention.key_w
-    .attention.linear_v.weight              .attention.value_w
-    .attention.linear_g.weight              .attention.gating_w
-    .attention.linear_g.bias                .attention.gating_b
-    .attention.linear_o.weight              .attention.output_w
-    .attention.linear_o.bias                .attention.output_b
-    .tri_mul_out.linear_a_p.                .tri_mul_out.left_projection.
-    .tri_mul_out.linear_b_p.                .tri_mul_out.right_projection.
-    .tri_mul_out.linear_a_g.                .tri_mul_out.left_gate.
-    .tri_mul_out.linear_b_g.                .tri_mul_out.right_gate.
-    .tri_mul_in.linear_a_p.                 .tri_mul_in.right_projection.
-    .tri_mul_in.linear_b_p.                 .tri_mul_in.left_projection.
-    .tri_mul_in.linear_a_g.                 .tri_mul_in.right_gate.
-    .tri_mul_in.linear_b_g.                 .tri_mul_in.left_gate.
-    .tri_mul_out.                           .triangle_multiplication_outgoing.
-    .tri_mul_in.                            .triangle_multiplication_incoming.
-    .layer_norm_in.                         .layer_norm_input.
-    .layer_norm_out.                        .center_layer_norm.
-    .linear_z.                              .output_projection.
-    .linear_g.                              .gating_linear.
-    .outer_product_mean.layer_norm.         .outer_product_mean.layer_norm_input.
-    .outer_product_mean.linear_1.           .outer_product_mean.left_projection.
-    .outer_product_mean.linear_2.           .outer_product_mean.right_projection.
-    .outer_product_mean.linear_out.weight   .outer_product_mean.output_w
-    .outer_product_mean.linear_out.bias     .outer_product_mean.output_b
-    _transition.layer_norm.                 _transition.input_layer_norm.
-    _transition.linear_                     _transition.transition
-    .structure_module.layer_norm_s.         .structure_module.single_layer_norm.
-    .structure_module.layer_norm_z.         .structure_module.pair_layer_norm.
-    .structure_module.linear_in.            .structure_module.initial_projection.
-    .structure_module.layer_norm_ipa.       .structure_module.fold_iteration.attention_layer_norm.
-    .structure_module.bb_update.linear.     .structure_module.fold_iteration.affine_update.
-    .structure_module.transition.           .structure_module.fold_iteration.transition.
-    .transition.layer_norm.                 .transition_layer_norm.
-    .transition.layers.0.linear_1.          .transition.
-    .transition.layers.0.linear_2.          .transition_1.
-    .transition.layers.0.linear_3.          .transition_2.
-    .structure_module.ipa.                  .structure_module.fold_iteration.invariant_point_attention.
-    _attention.linear_q.                    _attention.q_scalar.
-    _attention.linear_kv.                   _attention.kv_scalar.
-    _attention.linear_q_points.linear.      _attention.q_point_local.
-    _attention.linear_kv_points.linear.     _attention.kv_point_local.
-    _attention.linear_b.                    _attention.attention_2d.
-    _attention.linear_out.                  _attention.output_projection.
-    .head_weights                           .trainable_point_weights
-    .structure_module.angle_resnet.         .structure_module.fold_iteration.rigid_sidechain.
-    .rigid_sidechain.linear_in.             .rigid_sidechain.input_projection.
-    .rigid_sidechain.linear_initial.        .rigid_sidechain.input_projection_1.
-    .rigid_sidechain.layers.0.linear_1.     .rigid_sidechain.resblock1.
-    .rigid_sidechain.layers.0.linear_2.     .rigid_sidechain.resblock2.
-    .rigid_sidechain.layers.1.linear_1.     .rigid_sidechain.resblock1_1.
-    .rigid_sidechain.layers.1.linear_2.     .rigid_sidechain.resblock2_1.
-    .rigid_sidechain.linear_out.            .rigid_sidechain.unnormalized_angles.
-    .aux_heads.plddt.layer_norm.            .predicted_lddt_head.input_layer_norm.
-    .aux_heads.plddt.linear_1.              .predicted_lddt_head.act_0.
-    .aux_heads.plddt.linear_2.              .predicted_lddt_head.act_1.
-    .aux_heads.plddt.linear_3.              .predicted_lddt_head.logits.
-    .aux_heads.distogram.linear.            .distogram_head.half_logits.
-    .aux_heads.masked_msa.linear.           .masked_msa_head.logits.
-    .aux_heads.experimentally_resolved.linear. .experimentally_resolved_head.logits.
-    .aux_heads.tm.linear.                   .predicted_aligned_error_head.logits.
-""")
-_RENAMINGS: dict[Form, Rules] = {
-    "openfold": (), "openfold_v1": _V1, "mlperf": _MLPERF, "mlperf_fused": _MLPERF, "alphafold": _ALPHAFOLD,
+_NAMES = {form: tuple(table.items()) for form, table in
+          tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8")).items()}  # fmt: skip
+_MLPERF = _NAMES["openfold_v1"] + _NAMES["mlperf"]
+_RENAMINGS: dict[Form, Rules] = {               # of names of OpenFold 2
+    "openfold": (), "openfold_v1": _NAMES["openfold_v1"], "mlperf": _MLPERF, "mlperf_fused": _MLPERF,
+    "alphafold": _NAMES["alphafold"],
 }  # fmt: skip
-
-
 FORMS = tuple(_RENAMINGS)
 
 
@@ -210,7 +77,7 @@ def _rename(name: str, form: Form) -> tuple[str, ...]:
     parts = _PARTS | _FUSED if form == "mlperf_fused" else _PARTS
     fused = next((part for part in parts if part in name), "")
     names = tuple(name.replace(fused, public) for public in parts.get(fused, ("",)))
-    for old, new in _OPENFOLD + _RENAMINGS[form]:
+    for old, new in _NAMES["openfold"] + _RENAMINGS[form]:
         names = tuple(part.replace(old, new) for part in names)
     return tuple(_haiku_path(part) if form == "alphafold" else part[1:] for part in names)
 

@@ -144,9 +144,9 @@ def test_rows_have_the_gain_of_each_switch(fake: Any, capsys: pytest.CaptureFixt
 def test_the_table_has_all_switches_and_failures(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert ablate.main(["fake", "wrong=rounded", "--repeats", "3", "--steps", "6"]) == 0
     stdout = capsys.readouterr().out
-    for text in ("plain", "+ half", "- brake", "warp drive", "there is no dilithium", "RuntimeError: no room [for it]", "failed"):
+    for text in ("plain", "+ half", "- brake", "NOT AVAILABLE: there is no dilithium", "RuntimeError: no room [for it]", "failed"):
         assert text in stdout
-    assert "+ warp drive" not in stdout and "…" not in stdout
+    assert "warp drive" in stdout and "+ warp drive" not in stdout and "…" not in stdout
 
 
 @pytest.mark.parametrize("late", [False, True])

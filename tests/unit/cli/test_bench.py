@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcai.cli import apps, bench
+from hpcai.cli import apps, bench, main
 from hpcai.cli.bench import app, timing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +23,7 @@ def test_names_are_those_of_apps_and_shared_components(capsys: pytest.CaptureFix
     stdout = capsys.readouterr().out
     names = apps.with_part("benchmarks")
     assert f"data, gpu, {', '.join(names)}" in stdout and {"cosmoflow", "llm"} < {*names}
-    assert bench.main(["chess"]) == 2 and "there is no 'chess'; expected one of data" in capsys.readouterr().err
+    assert main(["bench", "chess"]) == 2 and "hpcai bench: there is no 'chess'; expected one of data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, parts", [("data", "direct, peers"), ("cosmoflow", "steps, memory")])

@@ -3,6 +3,7 @@
 import inspect
 import json
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,19 +78,8 @@ def test_a_profile_has_gaps_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     events.append(Event("aten::mm", 30, 130, torch.autograd.DeviceType.CPU))
     ran: list[int] = []
 
-    class Profile:
-        profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
-
-        def __init__(self, **kwargs: Any) -> None:
-            pass
-
-        def __enter__(self) -> "Profile":
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            pass
-
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    profile = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
+    monkeypatch.setattr(torch.profiler, "profile", lambda **kwargs: nullcontext(profile))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_clocks, "synchronize", lambda: None)
     result = gpu_clocks.profile(ran.append, 2)
@@ -140,16 +130,6 @@ def test_published_configurations_are_read_from_the_files(name: str) -> None:
 # ---- failures
 
 
-class FakeApp:
-    def __init__(self) -> None:
-        self.gpu_cases = [SimpleNamespace(name="one", step_variants=((),), published=None, goal=None)]
-        self.calls: list[str] = []
-
-
-def parsed_args(**kwargs: Any) -> Any:
-    return SimpleNamespace(**{"tiny": True, "repeats": 1, "seconds": 1.0, "variants": None, "limit": 9.0, **kwargs})
-
-
 def test_a_variant_that_raises_is_a_row_and_the_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = {
         "eager": RuntimeError("no such kernel\nand more"), "captured": torch.OutOfMemoryError("CUDA out of memory. Tried"),
@@ -161,9 +141,9 @@ def test_a_variant_that_raises_is_a_row_and_the_others_continue(monkeypatch: pyt
             raise problems[variant]
         return {"ms": 1.0}
 
-    app: Any = FakeApp()
+    nothing: Any = None
     monkeypatch.setattr(gpu_steps.StepBenchmark, "_measure", measure)
-    benchmark = gpu_steps.StepBenchmark("app-one", app, app.gpu_cases[0], parsed_args())
+    benchmark = gpu_steps.StepBenchmark("app-one", nothing, nothing, nothing)
     first, *rest = [benchmark.row(variant) for variant in gpu_steps.VARIANTS]
     assert first == {"case": "app-one", "variant": "eager", "failed": "RuntimeError: no such kernel"}
     assert all(row["left_out"].startswith("there is no GPU") for row in rest)

@@ -61,10 +61,14 @@ def test_probing_the_mpi_library_does_not_initialize_mpi(monkeypatch: pytest.Mon
 
 def test_the_doctor_shows_this_installation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "probe", lambda name: {name: f"{name} is here"})
+    monkeypatch.setattr(doctor, "count_cpus", lambda: 2)
+    monkeypatch.setattr(doctor, "allowed_cpus", lambda: set(range(64)))
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_JOB_ACCOUNT", "secret")
     assert cli.main(["doctor"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert "2 cores to use (a quota of CPU time; 64 without it)" in out
     assert lines[0][:2] == ["Python", sys.version.split()[0]] and ["HDF5", "HDF5", "is", "here"] in lines
     (launcher,) = [columns for columns in lines if columns[0] == "launcher"]
     assert "SLURM_PROCID=3" in launcher and not any("secret" in column for column in launcher)

@@ -5,6 +5,7 @@ import ctypes
 import errno
 import gc
 import os
+import resource
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from hpcai.data import direct
 from hpcai.data.direct import ALIGN, MemoryPool, Reader
+from hpcai.data.file_cache import FileCache
 from hpcai.errors import DataError
 from tests.page_cache import resident_fraction
 from tests.unit.data.conftest import open_resources
@@ -282,6 +284,17 @@ def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
             thread.join()
         assert sum(open_resources()[str(path)] for path in paths) <= 8
         assert all(reader.fetch(path, 4000, 1000)[0] == i for i, path in enumerate(paths))
+
+
+def test_the_limit_of_open_files_is_raised_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        assert FileCache(str, str, 64)._limit == min(64, hard // 8) and resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    assert FileCache(str, str, 64)._limit == 8
 
 
 def test_a_reader_is_pickled_without_its_files(file: Path) -> None:

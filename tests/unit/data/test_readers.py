@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcai import host_limits
 from hpcai.data import open_reader, readers
 from hpcai.data.readers import available_memory, choose_mode
 from hpcai.errors import DataError
@@ -40,6 +41,20 @@ def test_cgroup_limits_of_both_versions_apply_and_the_page_cache_is_available_me
     cgroup = "5:cpu,cpuacct:/\n4:memory:/job\n"
     assert available_memory(write_system_files(tmp_path / "1", 8 * GB, cgroup, **v1)) == 2 * GB - GB // 2
     assert available_memory(write_system_files(tmp_path / "full", GB, cgroup, **{f"{base}/memory.limit_in_bytes": "0"})) == 0
+
+
+@pytest.mark.parametrize(("cgroup", "files", "expected"), [
+    ("0::/a/b\n", {"sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "250000 100000"}, 3),
+    ("0::/\n", {"sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1), ("0::/a\n", {"sys/fs/cgroup/a/cpu.max": "6400000 100000"}, 8),
+    ("4:cpu,cpuacct:/job\n0::/\n", {"sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "-1\n",
+     "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000\n", "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "50000\n"}, 3),
+    ("", {}, 8),
+])  # fmt: skip
+def test_quotas_of_cpu_time_limit_the_number_of_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(host_limits, "allowed_cpus", lambda: set(range(8)))
+    assert host_limits.count_cpus(write_system_files(tmp_path, GB, cgroup, **files)) == expected
 
 
 def test_the_choice_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import pickle
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from hpcai.data import Reader, Rows
+from hpcai.data import Reader, Rows, file_cache
 from hpcai.data.index import write_index
 from hpcai.data.layout import UnreadableLayoutError
 from hpcai.data.table import describe
@@ -153,6 +154,19 @@ def test_columns_and_shapes_open_no_file_and_rows_only_their_own(dataset: tuple[
     check_equal(rows.read(3), dataset[1][3])
     with pytest.raises(DataError, match=r"u2.h5: cannot be opened: no such file .*, index.json has .* and 4 rows; copy them"):
         rows.read(4)
+
+
+@pytest.mark.parametrize("reader", ["direct", "hdf5"])
+def test_too_many_open_files_have_their_own_advice(dataset: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rows = Rows(dataset[0], FIELDS, "copy them", reader=reader)
+    monkeypatch.setattr(file_cache, "raise_file_limit", lambda: 64)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(DataError, match=r"u0.h5: cannot be opened: Too many .* have 64\); raise the limit: ulimit -n 4096$"):
+            rows.read(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_column_is_a_copy(dataset: tuple[Path, Any]) -> None:

@@ -154,6 +154,10 @@ def test_relaxation_with_ase() -> None:
     before = slab.get_potential_energy()
     BFGS(slab, logfile=None).run(fmax=1e-3, steps=8)
     assert slab.get_potential_energy() < before
+    crystal = random_crystal(0)
+    other = Atoms(crystal[0], crystal[1], cell=crystal[2][[1, 0, 2]], pbc=True)
+    other.calc, right = slab.calc, slab.calc.model.energy_and_forces(build_structure(*crystal, cutoff=4.0, most=None))
+    assert other.get_potential_energy() == right[0] and np.array_equal(other.get_forces(), right[1]), "a left-handed cell"
     with pytest.raises(ConfigError, match="not the gradient of its energy.*conservative"):
         random_network(DETACHED).calculator()
 

@@ -17,13 +17,12 @@ Structure = tuple[Any, Any, Any]
 
 
 def random_structure(seed: int) -> Structure:
-    """Return up to seven atoms inside and outside of a right-handed, possibly skewed and thin cell, periodic in any directions."""
+    """Return up to seven atoms inside and outside of a possibly skewed, thin or left-handed cell, periodic in any directions."""
     rng = np.random.default_rng(seed)
     pbc = rng.integers(0, 2, 3).astype(bool)
     while True:
         cell = rng.normal(size=(3, 3)) * rng.uniform(0.5, 6, size=(3, 1))
         volume = np.linalg.det(cell)
-        cell[0] *= np.sign(volume)
         if abs(volume) / np.linalg.norm(np.cross(np.roll(cell, -1, 0), np.roll(cell, -2, 0)), axis=1).max() > 0.4:
             return rng.uniform(-2, 3, size=(rng.integers(1, 8), 3)) @ cell, cell, pbc
 
@@ -58,6 +57,14 @@ def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -
     cell[2] = row
     assert edges(neighbour_list(r, cell, pbc, 4.5)) == edges(expected) and not expected.offset[:, 2].any()
     assert len(expected.centre) > 50
+
+
+def test_left_handed_cells_have_the_edges_of_right_handed_ones() -> None:
+    r, cell, _ = fcc(2)
+    pbc = np.array([True, False, True])
+    _, _, left, periodic = check_atoms(np.full(len(r), 29), r, cell[[1, 0, 2]], pbc[[1, 0, 2]])
+    expected, actual = neighbour_list(r, cell, pbc, 6.0, 50), neighbour_list(r, left, periodic, 6.0, 50)
+    assert np.array_equal(actual.offset[:, [1, 0, 2]], expected.offset) and np.array_equal(actual.vector, expected.vector)
 
 
 @pytest.mark.parametrize("most", [None, 15, 50])

@@ -33,13 +33,6 @@ def test_communication_is_ordered_within_a_group_only() -> None:
     assert estimate_cost([first, other, Wait(1), Wait(3)], MACHINE).seconds == 2.0
 
 
-def test_kernels_outside_of_graphs_wait_for_the_host() -> None:
-    slow = find_machine("h100", host_launch=1.0)
-    runs = [Kernel("moves", 0, 8, 2)] * 10
-    assert estimate_cost(runs, slow, captured=False).seconds == pytest.approx(10, rel=1e-3)
-    assert estimate_cost(runs, slow).seconds == pytest.approx(10 * slow.kernel_overhead, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("name", "bytes", "ranks", "seconds"),
     [

@@ -49,10 +49,10 @@ def make_batch(seed: int, count: int = 8) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(count, 6, generator=generator), "y": torch.randn(count, 2, generator=generator)}
 
 
-def new_step(capture: str, dropout: float = 0.0, loss: Any = loss, **overrides: Any) -> Step:
+def new_step(capture: str, dropout: float = 0.0, loss: Any = loss, graph: Any = CPUGraph, **overrides: Any) -> Step:
     torch.manual_seed(0)
     cfg = StepConfig(capture=capture, **{"weight_decay": 0.1, "decay_names": ("first.weight",)} | overrides)
-    return Step(Network(dropout), loss, cfg, dist.single_process(torch.device("cpu")), graph=CPUGraph)
+    return Step(Network(dropout), loss, cfg, dist.single_process(torch.device("cpu")), graph=graph)
 
 
 def run_steps(step: Step, count: int, samples: int = 8) -> list[dict[str, Any]]:
@@ -184,10 +184,8 @@ def test_a_capture_that_fails_names_the_operation() -> None:
     def summed(model: nn.Module, part: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {"loss": model(part["x"]).cumsum(0).mean()}
 
-    torch.manual_seed(0)
-    step = Step(Network(), summed, StepConfig(capture="whole"), dist.single_process(torch.device("cpu")), graph=Refusing)
     with pytest.raises(ConfigError, match=r"cannot be captured by aten.cumsum.default at .*test_capture.py.*not permitted"):
-        run_steps(step, WARMUP + 1)
+        run_steps(new_step("whole", loss=summed, graph=Refusing), WARMUP + 1)
 
 
 def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
@@ -225,15 +223,9 @@ def failing_graph(where: str) -> type[Failing]:
     return type("Failing", (Failing,), {"where": where})
 
 
-def new_step_with_graph(graph: Any, capture: str, **overrides: Any) -> Step:
-    torch.manual_seed(0)
-    cfg = StepConfig(capture=capture, **{"optimizer": "adamw", "ema_decay": 0.9} | overrides)
-    return Step(Network(0.5), overrides.pop("loss", loss), cfg, dist.single_process(torch.device("cpu")), graph=graph)
-
-
 def check_eager(step: Step, parts: list[dict[str, torch.Tensor]]) -> None:
     """Assert that the step equals an uncaptured one on these batches."""
-    eager = new_step_with_graph(CPUGraph, "whole")
+    eager = new_step("whole", 0.5, ema_decay=0.9)
     eager._capture = None
     for i, part in enumerate(parts):
         assert torch.equal(step(part, 1e-3 * (i + 1))["loss"], eager(part, 1e-3 * (i + 1))["loss"])
@@ -242,7 +234,7 @@ def check_eager(step: Step, parts: list[dict[str, torch.Tensor]]) -> None:
 
 def test_auto_continues_uncaptured_after_a_failed_capture_and_reports_it_once() -> None:
     graph = failing_graph("capture")
-    step = new_step_with_graph(graph, "auto")
+    step = new_step("auto", 0.5, graph=graph, ema_decay=0.9)
     check_eager(step, [*(make_batch(i) for i in range(WARMUP + 2)), make_batch(2, 4)])
     assert graph.tries == 1, "a failed capture is not repeated"
     (message,) = step.news()
@@ -250,11 +242,11 @@ def test_auto_continues_uncaptured_after_a_failed_capture_and_reports_it_once() 
     assert step.news() == []
     for mode in ("whole", "forward"):
         with pytest.raises(ConfigError, match="no capture today"):
-            run_steps(new_step_with_graph(failing_graph("capture"), mode), WARMUP + 1)
+            run_steps(new_step(mode, graph=failing_graph("capture")), WARMUP + 1)
 
 
 def test_auto_runs_excess_shapes_uncaptured_and_reports_it_once() -> None:
-    step = new_step_with_graph(CPUGraph, "auto", capture_shapes=1)
+    step = new_step("auto", 0.5, ema_decay=0.9, capture_shapes=1)
     check_eager(step, [make_batch(i, count) for i, count in enumerate((8, 4, 6, 8, 8, 4, 8))])
     assert step._capture is not None and step._capture.recorded() == 1
     excess, recorded = step.news()
@@ -264,7 +256,7 @@ def test_auto_runs_excess_shapes_uncaptured_and_reports_it_once() -> None:
 
 def test_a_failed_replay_raises() -> None:
     with pytest.raises(RuntimeError, match="no replay today"):
-        run_steps(new_step_with_graph(failing_graph("replay"), "auto"), WARMUP + 1)
+        run_steps(new_step("auto", graph=failing_graph("replay")), WARMUP + 1)
 
 
 class FakeCuda:
@@ -328,7 +320,7 @@ def test_graphs_are_deleted_before_the_process_groups(error: Exception | None, m
         def reset(self) -> None:
             events.append("reset")
 
-    step = new_step_with_graph(RecordingGraph, "whole")
+    step = new_step("whole", graph=RecordingGraph)
     run_steps(step, WARMUP + 1)
     run_steps(step, WARMUP + 1, 4)
     for name, function in {"is_initialized": lambda: True, "destroy_process_group": lambda: events.append("destroy")}.items():

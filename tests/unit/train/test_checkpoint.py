@@ -82,16 +82,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(tmp_path: Path, optim
     assert torch.equal(resumed[1], expected[1]) and np.array_equal(resumed[2], expected[2]) and resumed[3] == expected[3]
 
 
-def test_bf16_weights_are_cast_from_their_masters_after_a_resume(tmp_path: Path) -> None:
-    step = new_step(precision="bf16-params")
-    train(step, 3)
-    new_checkpoints(tmp_path).save(step, Progress(step=3))
-    other = new_step(seed=5, precision="bf16-params")
-    new_checkpoints(tmp_path).resume(other)
-    for weight, restored in zip(step.model.parameters(), other.model.parameters()):
-        assert weight.dtype == torch.bfloat16 and torch.equal(weight, restored)
-
-
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
     step, checkpoints = new_step(), new_checkpoints(tmp_path)
     for count in (1, 2):
@@ -114,14 +104,6 @@ def test_a_partial_checkpoint_is_ignored_reported_and_removed_by_the_next_save(t
     assert reopened.messages == [".step-00000002.partial was not finished and is ignored"]
     reopened.save(step, Progress(step=2))
     assert not unfinished.exists() and [p.name for p in reopened.paths()] == ["step-00000001", "step-00000002"]
-
-
-def test_old_checkpoints_are_removed_after_the_new_one_is_complete(tmp_path: Path) -> None:
-    step, checkpoints = new_step(), new_checkpoints(tmp_path, keep=2)
-    for count in range(1, 5):
-        train(step, 1)
-        checkpoints.save(step, Progress(step=count))
-    assert [p.name for p in checkpoints.paths()] == ["step-00000003", "step-00000004"]
 
 
 def raise_disk_full(*args: Any, **kwargs: Any) -> None:

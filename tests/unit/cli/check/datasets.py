@@ -93,6 +93,10 @@ def write_all_indexes(folder: Path) -> list[str]:
     return write_indexes(folder, check(folder))
 
 
+def child_pids(process: int | str = "self") -> set[str]:
+    return {pid for file in Path(f"/proc/{process}/task").glob("*/children") for pid in file.read_text().split()}
+
+
 def tables_in(folder: Path) -> list[str]:
     """Return the file names of the tables of a folder; at most one is expected."""
     return [path.name for path in folder.glob("index-*")]

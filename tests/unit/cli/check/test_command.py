@@ -17,6 +17,7 @@ from hpcai import cli
 from hpcai.cli import progress
 from hpcai.cli.check import command
 from tests.apps import universes
+from tests.unit.cli.check.datasets import child_pids
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +171,3 @@ def test_ctrl_c_ends_the_command_and_its_children(root: Path) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < end:
         time.sleep(0.02)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
-
-
-def child_pids(pid: int) -> list[str]:
-    return [line for task in Path(f"/proc/{pid}/task").glob("*/children") for line in task.read_text().split()]

@@ -18,7 +18,7 @@ from hpcai.cli.progress import Progress
 from hpcai.errors import DataError
 from tests.reference_data import load_json
 from tests.unit.cli.check import datasets
-from tests.unit.cli.check.datasets import PACKED, ROWS, arrays, check, edit, index, put, single_finding, summarize, write
+from tests.unit.cli.check.datasets import ROWS, arrays, check, child_pids, edit, index, put, single_finding, summarize, write
 
 # ---- healthy sets
 
@@ -188,13 +188,6 @@ def test_samples_are_identified_by_the_key_field(tmp_path: Path) -> None:
     assert [(f.code, f.dataset, f.row) for f in check(tmp_path).findings] == [("duplicate", "data", 6)]
 
 
-def test_a_leak_is_found_through_compression(root: Path) -> None:
-    same = {"counts": arrays(500)["counts"][[2, 1]], "target": np.ones((2, 3), np.float32)}
-    put(root / "validation" / "u0.h5", same, **PACKED)
-    leak = single_finding(check(root), "leak")
-    assert leak.row == 0 and leak.text.startswith("row 0 is the same sample as train/u0.h5 row 2, and 1 more rows of these two;")
-
-
 def test_ragged_rows_are_supported(root: Path) -> None:
     for i in range(4):
         count = np.random.default_rng(i).random((9 + i, 3))
@@ -323,10 +316,6 @@ class Stop:
         self.remaining -= 1
         if self.remaining < 0:
             raise KeyboardInterrupt
-
-
-def child_pids() -> set[str]:
-    return {line for task in Path("/proc/self/task").glob("*/children") for line in task.read_text().split()}
 
 
 @pytest.mark.usefixtures("child_processes")
