@@ -17,9 +17,11 @@ of the interface are in degrees, variables named phi and lam in radians.
 
 H, W rows (south to north) and columns (eastward)"""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,24 +39,9 @@ class Variable(NamedTuple):
     least_maximum: float
 
 
-VARIABLES = {                   # in the order of the public data; values far outside have other units
-    "TMQ": Variable("kg/m2", -0.1, 130, 3),
-    "U850": Variable("m/s", -150, 150, 0.5),
-    "V850": Variable("m/s", -150, 150, 0.5),
-    "UBOT": Variable("m/s", -130, 130, 0.3),
-    "VBOT": Variable("m/s", -130, 130, 0.3),
-    "QREFHT": Variable("kg/kg", -1e-4, 0.06, 2e-4),
-    "PS": Variable("Pa", 4e4, 1.1e5, 6e4),
-    "PSL": Variable("Pa", 8e4, 1.1e5, 9.5e4),
-    "T200": Variable("K", 160, 275, 185),
-    "T500": Variable("K", 190, 305, 215),
-    "PRECT": Variable("m/s", -1e-8, 3e-4, 0),
-    "TS": Variable("K", 150, 360, 210),
-    "TREFHT": Variable("K", 150, 345, 210),
-    "Z1000": Variable("m", -2000, 900, -500),
-    "Z200": Variable("m", 9000, 13500, 10000),
-    "ZBOT": Variable("m", 10, 300, 20),
-}  # fmt: skip
+_FILE = Path(__file__).with_suffix(".json")
+VARIABLES = {name: Variable(**entry) for name, entry in json.loads(_FILE.read_text(encoding="utf-8")).items()}
+"""in the order of the public data; values far outside have other units"""
 
 GAS = 287.04                    # J/kg/K, of dry air
 P0, T0 = 1e5, 288.0             # PSL = P0 exp(g Z1000 / (R T0))

@@ -396,13 +396,8 @@ def _format_size(sides: Sequence[int]) -> str:
 
 
 def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any], out: Path) -> None:
-    _write_empty_caption(options, args, header)
-    _print_statistics(out)
-
-
-def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any]) -> None:
-    """Write the vectors of the empty caption, which replace those of captions that are dropped in training."""
-    path, vectors = options.out / EMPTY_CAPTION, {}
+    """Write the vectors of the empty caption, which replace those of captions dropped in training, and print statistics."""
+    path, vectors = out / EMPTY_CAPTION, {}
     folders = (options.nothing, options.source / EMPTY_FOLDER, options.source.parent / EMPTY_FOLDER)
     folder = next((path for path in folders if path is not None and path.is_dir()), None)
     for name in ("tokens", "pooled"):
@@ -425,6 +420,7 @@ def _write_empty_caption(options: argparse.Namespace, args: EncodeArgs, header: 
         with partial_path.open("wb") as file:
             np.savez(file, **vectors)
         commit_file(partial_path, path)
+    _print_statistics(out)
 
 
 def _print_statistics(out: Path) -> None:

@@ -7,10 +7,12 @@ lack the handed crossovers of parallel sheets, cofactors and function, and a mod
 
 N residues   S rows   lengths angstrom   angles degrees in tables and radians in code"""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,22 +35,12 @@ MAX_DOMAIN = 120                                # residues of a compact domain, 
 STEPS, RELATIVE_STEPS = 450, 150                # steps of annealing: from the plan, from a relative
 A, N, C, G, P = (RESTYPES.index(letter) for letter in "ANCGP")
 
-# In the order of LETTERS, A R N D C Q E G H I L K M F P S T W Y V.
-# Propensities for helix, strand and turn: Chou and Fasman, Adv. Enzymol. 1978.
-_PROPENSITY = np.log([
-    [1.42, .98, .67, 1.01, .70, 1.11, 1.51, .57, 1.00, 1.08, 1.21, 1.16, 1.45, 1.13, .57, .77, .83, 1.08, .69, 1.06],
-    [.83, .93, .89, .54, 1.19, 1.10, .37, .75, .87, 1.60, 1.30, .74, 1.05, 1.38, .55, .75, 1.19, 1.37, 1.47, 1.70],
-    [.66, .95, 1.56, 1.46, 1.19, .98, .74, 1.56, .95, .47, .59, 1.01, .60, .60, 1.52, 1.43, .96, .96, 1.14, .50],
-])  # fmt: skip
 HELIX, STRAND, LOOP = range(3)
-_LOG_FREQ = np.log([8.3, 5.5, 4.1, 5.5, 1.4, 3.9, 6.7, 7.1, 2.3, 5.9, 9.7, 5.8, 2.4, 3.9, 4.7, 6.7, 5.4, 1.1, 2.9, 6.9])  # UniProt
-_HYDROPATHY = np.array(                         # Kyte and Doolittle, J. Mol. Biol. 1982
-    [1.8, -4.5, -3.5, -3.5, 2.5, -3.5, -3.5, -.4, -3.2, 4.5, 3.8, -3.9, 1.9, 2.8, -1.6, -.8, -.7, -.9, -1.3, 4.2]) / 3  # fmt: skip
-_VOLUME = np.array([                            # cubic angstrom: Zamyatnin, Prog. Biophys. 1972
-    88.6, 173.4, 114.1, 111.1, 108.5, 143.8, 138.4, 60.1, 153.2, 166.7, 166.7, 168.6, 162.9, 189.9, 112.7, 89, 116.1, 227.8, 193.6,
-    140])  # fmt: skip
-_BULK = np.clip((_VOLUME - 137) / 42, -1.3, 1.3)
-_CHARGE = np.array([0, 1, 0, -1, 0, 0, -1, 0, .3, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
+_FILE = Path(__file__).with_suffix(".json")     # with the sources of its tables
+_TABLES: dict[str, Any] = {name: table["values"] for name, table in json.loads(_FILE.read_text(encoding="utf-8")).items()}
+_PROPENSITY, _LOG_FREQ = np.log(_TABLES["propensity"]), np.log(_TABLES["frequency"])
+_HYDROPATHY, _CHARGE = np.array(_TABLES["hydropathy"]) / 3, np.array(_TABLES["charge"])
+_BULK = np.clip((np.array(_TABLES["volume"]) - 137) / 42, -1.3, 1.3)
 
 
 def _double_centred(table: Array) -> Array:
@@ -65,31 +57,12 @@ _DISULFIDE = np.zeros((20, 20))
 _DISULFIDE[C], _DISULFIDE[:, C], _DISULFIDE[C, C] = -1, -1, 5
 COUPLED, COUPLED_NEAR = 0.5, 0.1                # fractions of the pairs in contact; near: up to 5 apart in the sequence
 
-# Angles phi, psi of loops and their probabilities: right helix, strand, polyproline, left helix (for glycine).
-_BASINS, _BASIN_PROBABILITIES = np.radians([[-65, -35], [-110, 130], [-68, 145], [58, 40]]), [0.33, 0.3, 0.29, 0.08]
-_IDEAL = np.radians([[-63, -42], [-120, 130]])
-_TURNS = np.radians([[[55, 38], [80, 10]], [[60, -120], [-80, 0]]])         # of hairpins: types I' and II'
+_BASINS, _IDEAL, _TURNS = (np.radians(_TABLES[name]) for name in ("basins", "ideal", "turns"))
+_BASIN_PROBABILITIES, _MIN_DISTANCES = _TABLES["basin probabilities"], np.array(_TABLES["minimum distances"])
 _IN_TURNS = (N, G), (G, -1)
-# Choices for chi1, chi2 ... Proline's two rows are the puckers that close its ring.
-_STAGGERED = (-65, 180, 62)
-_ROTAMERS: dict[str, list[tuple[float, ...]]] = {
-    "A": [()], "G": [()], "P": [(-27, 24), (27, -24)], "L": [(-65, 175), (180, 65), (-85, 65)],
-}  # fmt: skip
-_GRIDS: dict[str, list[tuple[float, ...]]] = {
-    "CSTV": [_STAGGERED], "I": [_STAGGERED, (170, -60, 65)], "FY": [_STAGGERED, (90, 75, -75)], "WH": [_STAGGERED, (90, -90, 165)],
-    "ND": [_STAGGERED, (-20, 30, 80)], "QE": [_STAGGERED, (180, 65, -65), (0, 60, -60)], "M": [_STAGGERED] * 3,
-    "K": [_STAGGERED, _STAGGERED, (180,), (180,)], "R": [_STAGGERED, (180, -65), _STAGGERED, (180, 85, -85)],
-}  # fmt: skip
-_ROTAMERS |= {letter: list(product(*_GRIDS[letters])) for letters in _GRIDS for letter in letters}
-
-# Minimum distances between the sites that represent a residue during folding: N, CA, C, O, and the centre of the side chain.
-_MIN_DISTANCES = np.array([
-    [3.1, 3.4, 3.3, 2.8, 3.6],
-    [3.4, 3.9, 3.7, 3.2, 4.0],
-    [3.3, 3.7, 3.6, 3.2, 4.0],
-    [2.8, 3.2, 3.2, 3.0, 3.5],
-    [3.6, 4.0, 4.0, 3.5, 4.4],
-])  # fmt: skip
+_ROTAMERS: dict[str, Any] = _TABLES["rotamers"] | {
+    letter: list(product(*choices)) for letters, choices in _TABLES["rotamer grids"].items() for letter in letters
+}
 _CB = np.array([-0.525, -0.777, -1.208])        # relative to CA, in the frame of the backbone
 _SIDE_CHAIN_CENTRE = _CB * (2.4 / 1.53)
 _C_TO_O = 1.23 * np.array([-0.543, -0.840, 0])  # relative to C, x to the next N

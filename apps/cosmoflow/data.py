@@ -11,7 +11,7 @@ import torch
 from apps.cosmoflow.settings import Config
 from hpcai.data import Loader, MemoryPool, Rows
 from hpcai.data.hdf5 import Selection
-from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler, training_statistics
+from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs, training_statistics
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, spatial_cut, to_physical
@@ -67,16 +67,13 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlow
     """Yield loaders for training (None on ranks that only evaluate) and validation, and the settings of the model, completed from
     the data."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    seed, batch = cfg.train.seed, cfg.data.batch
     cut = spatial_cut(mesh)
     shard = cut.local_slices((cfg.model.size,) * 3) if cut.axes else ()
-    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    kwargs |= sharded_sampler(train, cfg.data, batch, seed)
-    turn, eval_kwargs = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last_batch": "keep"}
+    turn, kwargs, data = cfg.train.seed if cfg.data.turn else None, training_kwargs(train, cfg), cfg.data
     with open_loaders(
         mesh,
-        lambda: build_loader(Universes(train, turn, shard), batch, cfg, mesh, **kwargs),
-        lambda: build_loader(Universes(validation, None, shard), cfg.data.evaluation_batch, cfg, mesh, **eval_kwargs),
+        lambda: build_loader(Universes(train, turn, shard), data.batch, cfg, mesh, **kwargs),
+        lambda: build_loader(Universes(validation, None, shard), data.evaluation_batch, cfg, mesh, name="validation", **HELD_OUT),
     ) as (training, held_out, _):
         yield training, held_out, _complete_model_config(cfg, train)
 

@@ -11,7 +11,7 @@ import torch
 from apps.deepcam.settings import Config
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Selection
-from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler, training_statistics
+from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs, training_statistics
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, spatial_cut
@@ -23,18 +23,14 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Deep
     """Yield loaders for training (None on ranks that only evaluate), validation and pictures, the settings of the model, completed
     from the data, and the size of the maps."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    batch, seed = cfg.data.batch, cfg.train.seed
-    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    kwargs |= sharded_sampler(train, cfg.data, batch, seed)
-    eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
-    replicas, cut = mesh["replicate"].size, spatial_cut(mesh)
+    kwargs, replicas, cut = training_kwargs(train, cfg), mesh["replicate"].size, spatial_cut(mesh)
     shard = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
     few = Maps(validation, cfg.data.pictures, shard)
     with open_loaders(
         mesh,
-        lambda: build_loader(Maps(train, None, shard), batch, cfg, mesh, **kwargs),
-        lambda: build_loader(Maps(validation, None, shard), cfg.data.evaluation_batch, cfg, mesh, name="validation", **eval_kwargs),
-        (lambda: build_loader(few, replicas, cfg, mesh, name="pictures", **eval_kwargs)) if len(few) else None,
+        lambda: build_loader(Maps(train, None, shard), cfg.data.batch, cfg, mesh, **kwargs),
+        lambda: build_loader(Maps(validation, None, shard), cfg.data.evaluation_batch, cfg, mesh, name="validation", **HELD_OUT),
+        (lambda: build_loader(few, replicas, cfg, mesh, name="pictures", **HELD_OUT)) if len(few) else None,
     ) as (training, held_out, pictures):
         yield training, held_out, pictures, _complete_model_config(cfg, train), train.shapes["mask"]
 

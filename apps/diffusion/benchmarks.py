@@ -6,9 +6,8 @@ Samples are random: moments of latents with a text each, or fields with their co
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
@@ -189,18 +188,16 @@ def _circular_pad(x: Tensor, dims: Sequence[int]) -> Tensor:
 @contextmanager
 def _contiguous() -> Iterator[None]:
     """Context manager: no operation converts contiguous tensors to channels-last."""
-    names = ("from_tokens", "fold_upsampling")
-    patches: list[tuple[Any, str, Any]] = [(blocks, name, partial(_call_contiguous, getattr(blocks, name))) for name in names]
+    patches: list[tuple[Any, str, Any]] = [
+        (blocks, function.__name__, lambda *args, function=function: function(*args).contiguous())
+        for function in (blocks.from_tokens, blocks.fold_upsampling)
+    ]
     patches += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
     patches += [(module, "circular_pad", _circular_pad) for module in (upsample_conv, periodic)]
     with ExitStack() as stack:
         for module, name, function in patches:
             stack.enter_context(mock.patch.object(module, name, function))
         yield
-
-
-def _call_contiguous(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    return function(*args).contiguous()
 
 
 # ---- the same network in diffusers

@@ -16,15 +16,12 @@ from apps.diffusion import latents
 from apps.diffusion.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Selection
-from hpcai.data.sampler import Endless
-from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
+from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_deferred, parallelize
 from hpcai.programs import command_of
-
-_EVAL_KWARGS: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
 
 
 class Turn(NamedTuple):
@@ -111,17 +108,15 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Diff
     completed from the data."""
     encoded = broadcast_from_first(partial(latents.read_metadata, cfg.data.directory / "train"), mesh.peers)
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    seed, data, replicas = cfg.train.seed, cfg.data, mesh["replicate"].size  # one sample per replica: its ensemble is a batch
-    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    kwargs |= {"sampler": Endless(len(train), data.epoch, seed)} if data.epoch else sharded_sampler(train, data, data.batch, seed)
-    turn_kwargs: dict[str, Any] = {} if encoded or not data.turn else {"turn": seed}
+    data, replicas = cfg.data, mesh["replicate"].size  # one sample per replica: its ensemble is a batch
+    kwargs, turn_kwargs = training_kwargs(train, cfg), {} if encoded or not data.turn else {"turn": cfg.train.seed}
     shape = latents.complete_model_config(cfg, train) if encoded else complete_model_config(cfg, train)
     source: Any = partial(latents.EncodedImages if encoded else Fields, box=local_box(shape, mesh))
     with open_loaders(
         mesh,
         lambda: make_loader(source(train, **turn_kwargs), data.batch, data, mesh, **kwargs),
-        lambda: make_loader(source(validation), data.evaluation_batch, data, mesh, **_EVAL_KWARGS, name="validation"),
-        (lambda: make_loader(source(validation, count=data.drawn), replicas, data, mesh, **_EVAL_KWARGS, name="drawn"))
+        lambda: make_loader(source(validation), data.evaluation_batch, data, mesh, **HELD_OUT, name="validation"),
+        (lambda: make_loader(source(validation, count=data.drawn), replicas, data, mesh, **HELD_OUT, name="drawn"))
         if data.drawn else None,
     ) as (training, held_out, drawn):
         yield training, held_out, drawn, shape

@@ -12,8 +12,8 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from apps.llm.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Fields
-from hpcai.data.sampler import Blend, Endless, Sampler
-from hpcai.data.splits import ConcatSamples, Samples, make_loader, open_loaders, open_split, sharded_sampler
+from hpcai.data.sampler import Blend
+from hpcai.data.splits import HELD_OUT, ConcatSamples, Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import ConfigError, DataError
@@ -53,8 +53,10 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     parts = [Texts(open_rows(cfg, "train", mesh, f, m), m, data.documents, data.learn) for f, m in zip(folders, metadata)]
     validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0])
     train = ConcatSamples(parts) if len(parts) > 1 else parts[0]
-    kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate, **_sampler(cfg, parts)}
-    eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
+    kwargs = training_kwargs(parts[0].rows, cfg)
+    if data.blend:
+        counts, weights = [len(part) for part in parts], [1.0, *data.blend.values()]
+        kwargs["sampler"] = Blend(counts, weights, data.epoch or round(counts[0] * sum(weights)), cfg.train.seed)
 
     def first(count: int | None) -> Texts:
         return Texts(validation, metadata[0], data.documents, data.judge, count)
@@ -62,21 +64,11 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     with open_loaders(
         mesh,
         lambda: make_loader(train, data.batch, data, mesh, **kwargs),
-        lambda: make_loader(first(data.validation_rows), data.evaluation_batch, data, mesh, name="validation", **eval_kwargs),
-        (lambda: make_loader(first(data.pictures), data.evaluation_batch, data, mesh, name="pictures", **eval_kwargs))
+        lambda: make_loader(first(data.validation_rows), data.evaluation_batch, data, mesh, name="validation", **HELD_OUT),
+        (lambda: make_loader(first(data.pictures), data.evaluation_batch, data, mesh, name="pictures", **HELD_OUT))
         if data.pictures else None,
     ) as loaders:
         yield loaders
-
-
-def _sampler(cfg: Config, parts: Sequence["Texts"]) -> dict[str, Sampler]:
-    data, seed, counts = cfg.data, cfg.train.seed, [len(part) for part in parts]
-    if data.blend:
-        weights = [1.0, *data.blend.values()]
-        return {"sampler": Blend(counts, weights, data.epoch or round(counts[0] * sum(weights)), seed)}
-    return (
-        {"sampler": Endless(counts[0], data.epoch, seed)} if data.epoch else sharded_sampler(parts[0].rows, data, data.batch, seed)
-    )
 
 
 class Texts(Samples):

@@ -12,7 +12,7 @@ import torch
 from apps.opencatalyst.settings import Config
 from hpcai.data import Rows
 from hpcai.data.sampler import Balanced
-from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler, training_statistics
+from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs, training_statistics
 from hpcai.dist import Mesh
 from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, build_structure_for_model, graph_sizes, make_batch
 from hpcai.programs import command_of
@@ -30,19 +30,17 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Dime
     """Yield loaders for training (None on ranks that only evaluate), validation and pictures, and the settings of the model,
     completed from the data."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    model, data, seed = _complete_model_config(cfg, train), cfg.data, cfg.train.seed
+    model, data, kwargs = _complete_model_config(cfg, train), cfg.data, training_kwargs(train, cfg)
     replicas, parts = mesh["replicate"].size, cfg.step.accumulate
-    eval_kwargs: dict[str, Any] = {"shuffle": False, "last_batch": "keep"}
-    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": parts, **sharded_sampler(train, data, data.batch, seed)}
     if data.balance != "none":  # the settings refuse shards then
-        kwargs["sampler"] = Balanced(train.column("triplets"), data.batch, seed, equal=data.balance == "frames")
+        kwargs["sampler"] = Balanced(train.column("triplets"), data.batch, cfg.train.seed, equal=data.balance == "frames")
     buckets = SizeBuckets.from_rows(train, data.batch // (replicas * parts), model.most) if data.shapes == "few" else None
     few, batch = Frames(validation, model, count=data.pictures), data.evaluation_batch
     with open_loaders(
         mesh,
         lambda: make_loader(Frames(train, model, parts, buckets), data.batch, data, mesh, **kwargs),
-        lambda: make_loader(Frames(validation, model), batch, data, mesh, name="validation", **eval_kwargs),
-        (lambda: make_loader(few, batch, data, mesh, name="pictures", **eval_kwargs)) if len(few) else None,
+        lambda: make_loader(Frames(validation, model), batch, data, mesh, name="validation", **HELD_OUT),
+        (lambda: make_loader(few, batch, data, mesh, name="pictures", **HELD_OUT)) if len(few) else None,
     ) as (training, held_out, pictures):
         yield training, held_out, pictures, model
 

@@ -13,7 +13,7 @@ from apps.unet3d.settings import AugmentConfig, Config
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Selection
 from hpcai.data.sampler import LargestFirst
-from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, sharded_sampler
+from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.kernels import philox
@@ -31,9 +31,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     cut = spatial_cut(mesh)
     crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.local_slices(cfg.model.window), cfg.data.repeat)
-    kwargs: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
-    kwargs |= sharded_sampler(train, cfg.data, cfg.data.batch, cfg.train.seed)
-    few = Volumes(validation, cfg.data.pictures)
+    kwargs, few = training_kwargs(train, cfg), Volumes(validation, cfg.data.pictures)
     with open_loaders(
         mesh,
         lambda: make_loader(crops, cfg.data.batch, cfg.data, mesh, **kwargs),

@@ -13,7 +13,7 @@ import numpy as np
 from hpcai.data.changes import changes_since
 from hpcai.data.hdf5 import Fields, Rows, Selection
 from hpcai.data.loader import Loader, Source
-from hpcai.data.sampler import Sharded
+from hpcai.data.sampler import Endless, Sharded
 from hpcai.data.stage import assign_shards, stage_in, staged_paths
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.dist.mesh import Mesh
@@ -22,6 +22,8 @@ from hpcai.json_file import read_object
 from hpcai.settings import LoaderConfig
 
 logger = logging.getLogger(__name__)
+HELD_OUT: Mapping[str, Any] = {"shuffle": False, "last_batch": "keep"}
+"""keyword arguments of a loader of held-out samples: each once, in order"""
 
 
 class Samples:
@@ -111,11 +113,18 @@ def open_split(folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mes
     return rows
 
 
-def sharded_sampler(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
-    """Return the loader's ``sampler`` if each group of nodes trains on its own shard (``cfg.shards``), as keyword arguments. A
-    collective call of the ranks that opened ``rows``."""
-    return {"sampler": Sharded(
-        broadcast_from_first(partial(row_shards, rows, cfg.shards), rows.axis), batch, seed)} if cfg.shards > 1 else {}  # fmt: skip
+def training_kwargs(rows: Rows, cfg: Any) -> dict[str, Any]:
+    """Return the keyword arguments of the loader for training of a run with the settings ``cfg``. If ``data.shards`` is set, each
+    group of nodes trains on its own shard; an epoch has ``data.epoch`` samples, if that is set. A collective call of the ranks that
+    opened ``rows``."""
+    data, seed = cfg.data, cfg.train.seed
+    kwargs: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
+    if data.shards > 1:
+        shards = broadcast_from_first(partial(row_shards, rows, data.shards), rows.axis)
+        kwargs["sampler"] = Sharded(shards, data.batch, seed)
+    elif getattr(data, "epoch", None):
+        kwargs["sampler"] = Endless(len(rows), data.epoch, seed)
+    return kwargs
 
 
 def row_shards(rows: Rows, shards: int) -> np.ndarray:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
@@ -34,13 +34,15 @@ from hpcai.errors import DataError
 from hpcai.nn.seam import Seam
 
 
-class _Seam(Seam):
+class AxisSeam(Seam):
+    """A seam at which the ranks along ``axis`` communicate."""
+
     def __init__(self, axis: Axis) -> None:
         super().__init__()
         self.axis = axis
 
 
-class LocalSlice(_Seam):
+class LocalSlice(AxisSeam):
     """Slice this rank's shard out of a full tensor along ``dim``. Raises DataError if there are fewer elements than ranks."""
 
     def __init__(self, axis: Axis, dim: int) -> None:
@@ -59,7 +61,7 @@ class LocalSlice(_Seam):
         return _pad(x.narrow(self.dim, first, min(local_size, size - first)), self.dim, local_size)
 
 
-class _Collective(_Seam):
+class _Collective(AxisSeam):
     """A seam that communicates. ``_collectives`` returns functions that start its forward collective and the adjoint."""
 
     def _collectives(self, x: Tensor, *sizes: int) -> tuple["StartCollective", "StartCollective"]:
@@ -136,14 +138,10 @@ class ChannelsToRows(AllToAll):
         return super().begin(x, x.shape[1] * self.axis.size)
 
 
-class ReplicatedOnce(nn.Module):
+class ReplicatedOnce(AxisSeam):
     """Scale gradients of replicated tensors by 1/n: the computation that follows counts once, though every rank repeats it."""
 
-    def __init__(self, axis: Axis) -> None:
-        super().__init__()
-        self.axis = axis
-
-    def forward(self, tree: Any) -> Any:
+    def forward(self, tree: Any, *sizes: int) -> Any:
         n = self.axis.size
         return tree_map(lambda x: sum_once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
 

@@ -22,6 +22,7 @@ from hpcai.dist.mesh import Axis
 from hpcai.dynamo import disable_dynamo
 from hpcai.errors import DataError
 from hpcai.kernels.grouped_query_attention import grouped_query_attention
+from hpcai.parallel.axial import AxisSeam
 
 
 class LocalChunk(nn.Module):
@@ -47,14 +48,10 @@ class LocalChunk(nn.Module):
         return torch.cat((blocks[self.axis.rank], blocks[2 * n - 1 - self.axis.rank]), self.dim)
 
 
-class ContextSum(nn.Module):
+class ContextSum(AxisSeam):
     """Sum over ranks of sums over local tokens. All ranks compute the same loss from it, which counts once."""
 
-    def __init__(self, axis: Axis) -> None:
-        super().__init__()
-        self.axis = axis
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
         return all_reduce(x, self.axis, identity_backward=True)
 
 

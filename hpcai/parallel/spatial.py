@@ -534,36 +534,34 @@ class _GatherVolume(SpatialLayer, GatherVolume):
         return self.partition.gather(x, size)
 
 
-class ReplicatedOnce(nn.Module):
-    """Scale gradients of replicated tensors by 1/n: the computation that follows counts once, though every rank repeats it."""
-
+class _PartitionSeam(nn.Module):
     def __init__(self, partition: SpatialPartition) -> None:
         super().__init__()
         self.partition = partition
+
+
+class ReplicatedOnce(_PartitionSeam):
+    """Scale gradients of replicated tensors by 1/n: the computation that follows counts once, though every rank repeats it."""
 
     def forward(self, x: Tensor) -> Tensor:
         count = math.prod(axis.size for axis in self.partition.axes.values())
         return x if count == 1 or not self.partition.active else sum_once(x, count)
 
 
-class SpatialSum(nn.Module):
+class SpatialSum(_PartitionSeam):
     """Sum over ranks of sums over shards. All ranks compute the same loss or metric from it, which counts once: the gradient on
     each rank is that of its local sums."""
-
-    def __init__(self, partition: SpatialPartition) -> None:
-        super().__init__()
-        self.partition = partition
 
     def forward(self, sums: Tensor) -> Tensor:
         return all_reduce(sums, *self.partition.axes.values(), identity_backward=True) if self.partition.active else sums
 
 
-class GatherFull(nn.Module):
+class GatherFull(_PartitionSeam):
     """All-gather the full volume of ``size``.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
 
     def __init__(self, partition: SpatialPartition, size: Sequence[int]) -> None:
-        super().__init__()
-        self.partition, self.size = partition, tuple(size)
+        super().__init__(partition)
+        self.size = tuple(size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.partition.gather(x, self.size) if self.partition.active else x

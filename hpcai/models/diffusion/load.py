@@ -34,7 +34,12 @@ _LEGACY_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_at
 _IGNORED = {"sample_size", "force_upcast", "upcast_attention", "addition_time_embed_dim", "addition_embed_type_num_heads"}
 
 State = dict[str, Tensor]
-NameMap = dict[str, tuple[str, Any]]  # name in diffusers -> our name, default (...: required)
+NameMap = Mapping[str, Sequence[Any]]  # name in diffusers -> our name, and the default of one that is not required
+_TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_text(encoding="utf-8"))
+"""names of settings, fixed values of those that our networks do not have, and the settings of U-Nets that are read"""
+_UNET_FIXED, _UNET_2D_FIXED = (_TABLES["unet fixed"] | _TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel"))
+_UNET_READ, _BLOCKS = _TABLES["unet read"], _TABLES["unet blocks"]
+_VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (_TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
 
 
 class DiffusersClass(NamedTuple):
@@ -175,13 +180,13 @@ def reject_unsupported(config: Mapping[str, Any], path: Path, fixed: Mapping[str
 def _from_diffusers(config: Mapping[str, Any], path: Path, names: NameMap, fixed: Mapping[str, Any], *read: str) -> dict[str, Any]:
     """Return our settings of a config.json, renamed by ``names``. Raises as ``reject_unsupported``."""
     reject_unsupported(config, path, fixed, (*names, *read))
-    values = {ours: config[name] if default is ... else config.get(name, default) for name, (ours, default) in names.items()}
+    values = {ours: config.get(name, *default) if default else config[name] for name, (ours, *default) in names.items()}
     return {ours: tuple(x) if isinstance(x, list) else x for ours, x in values.items()}
 
 
 def _to_diffusers(kind: str, cfg: Any, names: NameMap, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of settings, the inverse of ``_from_diffusers``."""
-    config = {name: getattr(cfg, ours) for name, (ours, _) in names.items()}
+    config = {name: getattr(cfg, ours) for name, (ours, *_) in names.items()}
     config = {name: list(x) if isinstance(x, tuple) else x for name, x in config.items()}
     return {"_class_name": kind, "_diffusers_version": _VERSION} | config | dict(fixed)
 
@@ -200,24 +205,6 @@ def _check_divides(path: Path, channels: Sequence[int], name: str, divisors: Seq
 
 
 # ---- U-Nets
-
-_UNET_FIXED = {
-    "act_fn": "silu", "center_input_sample": False, "downsample_padding": 1, "flip_sin_to_cos": True, "freq_shift": 0,
-    "mid_block_scale_factor": 1, "resnet_time_scale_shift": "default", "time_embedding_type": "positional",
-}  # fmt: skip
-_UNET_CONDITION_FIXED = _UNET_FIXED | {
-    "attention_type": "default", "class_embeddings_concat": False, "conv_in_kernel": 3, "conv_out_kernel": 3,
-    "dual_cross_attention": False, "mid_block_type": "UNetMidBlock2DCrossAttn", "only_cross_attention": False,
-    "resnet_out_scale_factor": 1.0, "resnet_skip_time_act": False, "transformer_layers_per_block": 1,
-}  # fmt: skip
-_UNET_2D_FIXED = _UNET_FIXED | {
-    "add_attention": True, "downsample_type": "conv", "mid_block_type": "UNetMidBlock2D", "upsample_type": "conv",
-}  # fmt: skip
-_UNET_READ = (
-    "attention_head_dim", "block_out_channels", "down_block_types", "dropout", "field_channels", "in_channels", "layers_per_block",
-    "norm_eps", "norm_num_groups", "num_class_embeds", "out_channels", "up_block_types",
-)  # fmt: skip
-_BLOCKS = {"cross": "CrossAttn{}Block2D", "self": "Attn{}Block2D", "none": "{}Block2D"}
 
 
 def _read_unet(config: Mapping[str, Any], path: Path, kind: str) -> dict[str, Any]:
@@ -246,7 +233,7 @@ def _read_unet(config: Mapping[str, Any], path: Path, kind: str) -> dict[str, An
 
 
 def _from_unet_condition(config: Mapping[str, Any], path: Path) -> UNetConfig:
-    reject_unsupported(config, path, _UNET_CONDITION_FIXED, (*_UNET_READ, "cross_attention_dim", "use_linear_projection"))
+    reject_unsupported(config, path, _UNET_FIXED, (*_UNET_READ, "cross_attention_dim", "use_linear_projection"))
     common, tokens = _read_unet(config, path, "cross"), config.get("cross_attention_dim", 1280)
     levels = len(common["channels"])
     _check_levels(config, path, ("cross_attention_dim",), levels)
@@ -290,7 +277,7 @@ def _to_unet_condition(cfg: Any) -> dict[str, Any] | None:
     if not isinstance(cfg, UNetConfig) or cfg.middle != "cross" or _reason(cfg):
         return None
     own = {"_class_name": "UNet2DConditionModel", "attention_head_dim": list(cfg.heads), "cross_attention_dim": cfg.tokens}
-    return own | _write_unet(cfg) | _UNET_CONDITION_FIXED | {"use_linear_projection": True}
+    return own | _write_unet(cfg) | _UNET_FIXED | {"use_linear_projection": True}
 
 
 def _to_unet_2d(cfg: Any) -> dict[str, Any] | None:
@@ -331,14 +318,6 @@ def _flatten_projections(state: State) -> State:
 
 # ---- autoencoders
 
-_VAE: NameMap = {
-    "in_channels": ("inputs", ...), "out_channels": ("outputs", ...), "latent_channels": ("latents", ...),
-    "block_out_channels": ("channels", ...), "layers_per_block": ("blocks", 1), "norm_num_groups": ("groups", 32),
-    "use_quant_conv": ("quantised", True), "scaling_factor": ("scale", 0.18215), "mid_block_add_attention": ("attention", True),
-    "shift_factor": ("shift", None),
-}  # fmt: skip
-_VAE_FIXED = {"act_fn": "silu", "down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
-
 
 def _from_vae(config: Mapping[str, Any], path: Path) -> VAEConfig:
     cfg = _from_diffusers(config, path, _VAE, _VAE_FIXED, "use_post_quant_conv")
@@ -372,26 +351,6 @@ def _update_names(state: State) -> State:
 # ---- transformers
 
 
-_DIT: NameMap = {
-    "num_attention_heads": ("heads", 16), "attention_head_dim": ("head", 72), "in_channels": ("inputs", 4),
-    "out_channels": ("outputs", None), "num_layers": ("layers", 28), "sample_size": ("size", 32), "patch_size": ("patch", 2),
-    "num_embeds_ada_norm": ("classes", 1000),
-}  # fmt: skip
-_DIT_FIXED = {
-    "dropout": 0.0, "attention_bias": True, "activation_fn": "gelu-approximate", "upcast_attention": False,
-    "norm_type": "ada_norm_zero", "norm_elementwise_affine": False, "norm_eps": 1e-5,
-}  # fmt: skip
-_LEGACY_DEFAULTS = {  # defaults of Transformer2DModel, which are not those of a DiT
-    "attention_bias": False, "activation_fn": "geglu", "norm_type": "layer_norm", "norm_elementwise_affine": True,
-    "sample_size": None, "patch_size": None, "num_embeds_ada_norm": None,
-}  # fmt: skip
-_FLUX: NameMap = {
-    "in_channels": ("inputs", 64), "num_layers": ("double", 19), "num_single_layers": ("single", 38),
-    "attention_head_dim": ("head", 128), "num_attention_heads": ("heads", 24), "joint_attention_dim": ("tokens", 4096),
-    "pooled_projection_dim": ("pooled", 768), "guidance_embeds": ("guidance", False), "axes_dims_rope": ("turned", (16, 56, 56)),
-}  # fmt: skip
-
-
 def _from_dit(config: Mapping[str, Any], path: Path) -> DiTConfig:
     cfg = _from_diffusers(config, path, _DIT, _DIT_FIXED, "norm_num_groups")
     return DiTConfig(**cfg | {"outputs": cfg["outputs"] or cfg["inputs"]})
@@ -400,7 +359,7 @@ def _from_dit(config: Mapping[str, Any], path: Path) -> DiTConfig:
 def _from_flux(config: Mapping[str, Any], path: Path) -> FluxConfig:
     inputs = config.get("in_channels", 64)
     outputs = inputs if config.get("out_channels") == inputs else None
-    return FluxConfig(**_from_diffusers(config, path, _FLUX, {"patch_size": 1, "out_channels": outputs}))
+    return FluxConfig(**_from_diffusers(config, path, _TABLES["flux names"], {"patch_size": 1, "out_channels": outputs}))
 
 
 def _to_dit(cfg: Any) -> dict[str, Any] | None:
@@ -410,7 +369,7 @@ def _to_dit(cfg: Any) -> dict[str, Any] | None:
 def _to_flux(cfg: Any) -> dict[str, Any] | None:
     if not isinstance(cfg, FluxConfig) or cfg.theta != 10_000.0:
         return None
-    return _to_diffusers("FluxTransformer2DModel", cfg, _FLUX, {"patch_size": 1, "out_channels": None})
+    return _to_diffusers("FluxTransformer2DModel", cfg, _TABLES["flux names"], {"patch_size": 1, "out_channels": None})
 
 
 DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
@@ -418,8 +377,8 @@ DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
     "UNet2DModel": DiffusersClass(UNet, _from_unet_2d, _to_unet_2d, dict),
     "AutoencoderKL": DiffusersClass(VAE, _from_vae, _to_vae, _update_names),
     "DiTTransformer2DModel": DiffusersClass(DiT, _from_dit, _to_dit, dict),
-    "Transformer2DModel": DiffusersClass(  # DiT in older files
-        DiT, lambda config, path: _from_dit({**_LEGACY_DEFAULTS, **config}, path), lambda cfg: None, dict
+    "Transformer2DModel": DiffusersClass(  # DiT in older files, whose defaults are not those of a DiT
+        DiT, lambda config, path: _from_dit({**_TABLES["Transformer2DModel defaults"], **config}, path), lambda cfg: None, dict
     ),
     "FluxTransformer2DModel": DiffusersClass(Flux, _from_flux, _to_flux, dict),
 }

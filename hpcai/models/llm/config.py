@@ -1,12 +1,17 @@
 """Settings of decoder-only language models (Llama and GPT), of LoRA adapters and of sampling. This module does not import torch."""
 
+import json
 import math
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hpcai.config import NonNegativeFloat, PositiveFloat, PositiveInt, Rate, Settings, UnitInterval
 from hpcai.errors import ConfigError
+
+PRESETS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+"""published sizes, as fields of LLMConfig"""
 
 
 class ScalingConfig(Settings):
@@ -144,24 +149,3 @@ class SamplingConfig(Settings):
     """nucleus sampling: keep the most probable tokens that together have this probability (Holtzman et al. 2020)"""
     min_p: UnitInterval = 0.0
     """keep tokens with at least this fraction of the largest probability"""
-
-
-_LLAMA31 = {
-    "vocabulary": 128_256, "positions": 131_072, "key_heads": 8, "rotary": {"theta": 500_000.0, "scaling": {}},
-}  # fmt: skip
-_GPT: dict[str, Any] = {"rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
-PRESETS: dict[str, dict[str, Any]] = {
-    "llama2-7b": {},
-    "llama2-13b": {"width": 5120, "layers": 40, "heads": 40, "inner": 13_824},
-    "llama2-70b": {"width": 8192, "layers": 80, "heads": 64, "key_heads": 8, "inner": 28_672},
-    "llama3-8b": {**_LLAMA31, "inner": 14_336, "positions": 8192, "rotary": {"theta": 500_000.0}},
-    "llama3.1-8b": {**_LLAMA31, "inner": 14_336},
-    "llama3.1-70b": {**_LLAMA31, "width": 8192, "layers": 80, "heads": 64, "inner": 28_672},
-    "llama3.1-405b": {**_LLAMA31, "width": 16_384, "layers": 126, "heads": 128, "inner": 53_248},
-    "llama3.2-1b": {
-        **_LLAMA31, "width": 2048, "layers": 16, "head": 64, "inner": 8192, "tied": True,
-        "rotary": {"theta": 500_000.0, "scaling": {"factor": 32.0}},
-    },
-    "gpt2": {**_GPT, "vocabulary": 50_257, "width": 768, "layers": 12, "heads": 12, "inner": 3072, "positions": 1024},
-    "gpt3-175b": {**_GPT, "vocabulary": 51_200, "width": 12_288, "layers": 96, "heads": 96, "inner": 49_152, "positions": 2048},
-}  # fmt: skip

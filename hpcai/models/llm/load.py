@@ -20,28 +20,10 @@ from hpcai.nn.safetensors_files import LazyTensor, open_tensors, save_sharded
 _INDEX, _FILE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # buffers in older files
 _SHARD_BYTES = 5_000_000_000
-_GPT2_LAYER = {  # names of GPT-2's files within a layer
-    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj", "mlp.c_fc": "mlp.up_proj",
-    "mlp.c_proj": "mlp.down_proj",
-}  # fmt: skip
-_KEYS = {  # settings, and their names in config.json
-    "llama": {
-        "vocabulary": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
-        "key_heads": "num_key_value_heads", "head": "head_dim", "inner": "intermediate_size",
-        "positions": "max_position_embeddings", "eps": "rms_norm_eps", "tied": "tie_word_embeddings",
-        "deviation": "initializer_range",
-    },
-    "gpt2": {
-        "vocabulary": "vocab_size", "width": "n_embd", "layers": "n_layer", "heads": "n_head", "inner": "n_inner",
-        "positions": "n_positions", "eps": "layer_norm_epsilon", "tied": "tie_word_embeddings", "deviation": "initializer_range",
-    },
-}  # fmt: skip
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"key_heads": None, "head": None, "positions": 2048, "eps": 1e-6, "tied": False, "deviation": 0.02},
-    "gpt2": {"inner": None, "eps": 1e-5, "tied": True, "deviation": 0.02},
-}
-_LLAMA3 = {"low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings"}
-_GPT2_EMBEDDINGS = {"wte.weight": "model.embed_tokens.weight", "wpe.weight": "model.add_positions.weight"}
+_TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("transformers.json").read_text(encoding="utf-8"))
+_KEYS: dict[str, dict[str, str]] = _TABLES["keys"]  # settings, and their names in config.json
+_DEFAULTS, _LLAMA3 = _TABLES["defaults"], _TABLES["llama3 scaling"]
+_GPT2_EMBEDDINGS, _GPT2_LAYER = _TABLES["gpt2 embeddings"], _TABLES["gpt2 layer"]  # names of GPT-2's files, and ours
 
 
 def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:

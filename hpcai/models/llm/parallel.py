@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hpcai.dist.mesh import Axis, Mesh
+from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.llm.model import LLM
-from hpcai.nn.seam import Seam
+from hpcai.parallel.axial import AxisSeam
 from hpcai.parallel.context import ContextParallelAttention, ContextSum, LocalChunk
 from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.parallel.pipeline import Pipeline
@@ -60,14 +60,10 @@ def build_pipeline(model: LLM, mesh: Mesh, **kwargs: Any) -> Pipeline | None:
     return Pipeline(model, mesh, blocks="model.layers", first=first, last=("model.norm", "lm_head"), **kwargs)
 
 
-class _LocalTokens(Seam):
+class _LocalTokens(AxisSeam):
     """Take the tokens of this rank from those of all ranks.   [B, T, C] -> [B, T/n, C]"""
 
     sequence: int | None = 1
-
-    def __init__(self, axis: Axis) -> None:
-        super().__init__()
-        self.axis = axis
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         return x if self.sequence is None else x.chunk(self.axis.size, 1)[self.axis.rank]

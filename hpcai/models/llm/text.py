@@ -6,6 +6,8 @@
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
+from itertools import tee
 from typing import Any
 
 from hpcai.errors import ConfigError, DataError
@@ -23,23 +25,15 @@ class Text:
     piece consists of whole characters."""
 
     def __init__(self, pieces: Iterator[str]) -> None:
-        self._pieces, self._emitted = pieces, list[str]()
+        (self._pieces,) = tee(pieces, 1)  # it stays at the beginning, of which the others are copies
 
     def __iter__(self) -> Iterator[str]:
-        n = 0
-        while n < len(self._emitted) or self._pull():
-            yield self._emitted[n]
-            n += 1
+        return copy(self._pieces)
 
     def __str__(self) -> str:
         return "".join(self)
 
     __repr__ = __str__  # for notebooks
-
-    def _pull(self) -> bool:
-        piece = next(self._pieces, None)
-        self._emitted += [] if piece is None else [piece]
-        return piece is not None
 
 
 def continue_text(model: LLM, prompts: str | Sequence[str], **kwargs: Any) -> Any:

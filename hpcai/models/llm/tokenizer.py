@@ -31,30 +31,11 @@ SPLIT_PATTERN = (
 )
 _MAX_UNUSED = 1 << 16  # unused ids allowed, besides as many as are used
 _UNKNOWN = "�"
-
-
-def _byte_characters() -> list[str]:
-    """Return the character of each byte in byte-level vocabularies: itself if it is printable, else one from U+0100 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-BYTE_CHARACTERS = _byte_characters()
-_BYTE = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
-_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-
-
-def _byte_tokenizer_json() -> dict[str, Any]:
-    """Return tokenizer.json of 256 bytes and an end-of-text token, valid for other readers of such files."""
-    end = {"id": 256, "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    model: dict[str, Any] = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-        "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-        "vocab": {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}, "merges": [],
-    }  # fmt: skip
-    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
-            "pre_tokenizer": _BYTE_LEVEL, "post_processor": None, "decoder": _BYTE_LEVEL, "model": model}  # fmt: skip
+_BYTE_TOKENIZER = json.loads(Path(__file__).with_name("byte_tokenizer.json").read_text(encoding="utf-8"))
+"""tokenizer.json of 256 bytes and an end-of-text token, valid for other readers of such files"""
+_BYTE: dict[str, int] = _BYTE_TOKENIZER["model"]["vocab"]
+"""The byte of each character of byte-level vocabularies: a byte is itself if it is printable, else a character from U+0100 on."""
+BYTE_CHARACTERS = list(_BYTE)
 
 
 class Tokenizer:
@@ -123,7 +104,7 @@ class Tokenizer:
     @classmethod
     def byte_level(cls) -> "Tokenizer":
         """Return the tokenizer whose tokens are the bytes of UTF-8, with the end-of-text token 256."""
-        return cls(json.dumps(_byte_tokenizer_json(), ensure_ascii=False), {"eos_token": END}, BYTES)
+        return cls(json.dumps(_BYTE_TOKENIZER, ensure_ascii=False), {"eos_token": END}, BYTES)
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int, special: Sequence[str] = ()) -> "Tokenizer":
@@ -459,4 +440,4 @@ def _call_library(call: Callable[[], Any], where: str) -> Any:
         raise DataError(f"{text}; expected a tokenizer as Hugging Face writes it") from problem
 
 
-_BYTES_IDENTITY = _identity(_byte_tokenizer_json())
+_BYTES_IDENTITY = _identity(_BYTE_TOKENIZER)
