@@ -68,10 +68,16 @@ def values_and_gradients(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dic
     return {name: value.item() for name, value in values.items()}, summed, [prediction.msa, prediction.pair, prediction.positions]
 
 
-@pytest.mark.parametrize("axes", [{"axial": 2}, {"axial": 4}, {"replicate": 2, "axial": 2}], ids=str)
-@pytest.mark.parametrize(("passes", "checkpoint"), [(1, False), (3, True)])
+@cache
+def unsharded_results(passes: int, checkpoint: bool) -> Any:
+    return values_and_gradients(single_process(), passes, checkpoint)
+
+
+@pytest.mark.parametrize(("axes", "passes", "checkpoint"), [
+    ({"axial": 2}, 1, False), ({"axial": 4}, 3, True), ({"replicate": 2, "axial": 2}, 3, True),
+], ids=str)  # fmt: skip
 def test_a_sharded_protein_gives_the_unsharded_results(axes: dict[str, int], passes: int, checkpoint: bool) -> None:
-    values, gradients, outputs = values_and_gradients(single_process(), passes, checkpoint)
+    values, gradients, outputs = unsharded_results(passes, checkpoint)
     largest = max(float(np.linalg.norm(g)) for g in gradients.values())
     for rank, (rank_values, rank_gradients, rank_outputs) in enumerate(on_ranks(axes, values_and_gradients, passes, checkpoint)):
         assert rank_values == pytest.approx(values, rel=1e-10, abs=1e-12)
@@ -94,9 +100,14 @@ def train_two_steps(mesh: Mesh, shard: str) -> Any:
     return values, local_shards(step)
 
 
+@cache
+def train_full_replicas() -> list[Any]:
+    return on_ranks({"replicate": 2}, train_two_steps, "none")
+
+
 @pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
 def test_steps_of_sharded_replicas_equal_those_of_full_ones(shard: str) -> None:
-    full = on_ranks({"replicate": 2}, train_two_steps, shard)
+    full = train_full_replicas()
     sharded = on_ranks({"replicate": 2, "axial": 2}, train_two_steps, shard)
     for rank, (values, _) in enumerate(sharded):
         assert values == pytest.approx(full[rank // 2][0], rel=1e-10)
