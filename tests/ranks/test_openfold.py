@@ -1,6 +1,5 @@
 """OpenFold sharded over ``axial``: outputs, losses, gradients and steps equal those of one process."""
 
-import weakref
 from functools import cache
 from typing import Any
 
@@ -8,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.launch import single_process
@@ -17,6 +14,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.kernels import attention
 from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize, residues
 from hpcai.models.openfold.features import FeatureConfig
+from hpcai.plan.step_trace import StepTracer
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests import proteins
@@ -115,39 +113,14 @@ def test_steps_of_sharded_replicas_equal_those_of_full_ones(shard: str) -> None:
     check_equal(actual, expected, tolerance=1e-8)
 
 
-class PeakMemory(TorchDispatchMode):
-    """The peak of allocated bytes of the tensors that are created inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self.storages: set[int] = set()
-
-    def release(self, address: int, size: int) -> None:
-        self.storages.discard(address)
-        self.bytes -= size
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        outputs = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(outputs):
-            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is not None and storage.data_ptr() not in inputs | self.storages:
-                self.storages.add(storage.data_ptr())
-                self.bytes += storage.nbytes()
-                weakref.finalize(storage, self.release, storage.data_ptr(), storage.nbytes())
-        self.peak = max(self.peak, self.bytes)
-        return outputs
-
-
 def fold(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the positions and confidence of a chain, and the peak of allocated bytes."""
     model, sequence = parallelize(network(template=None), mesh), "".join(residues.RESTYPES[i % 20] for i in range(length))
     cfg = FeatureConfig(crop=None, clusters=8, extra=8, templates=0)
-    with pytest.MonkeyPatch.context() as patch, PeakMemory() as memory:
+    with pytest.MonkeyPatch.context() as patch, StepTracer(kernels=False) as tracer, tracer.record() as trace:
         patch.setattr(attention, "_CPU", 1 << 18)  # chunks of logits, of equal size on each rank
         prediction = model.fold(sequence, recycles=0, cfg=cfg)
-    return prediction.positions, prediction.plddt, memory.peak
+    return prediction.positions, prediction.plddt, trace.peak
 
 
 def test_a_chain_folded_by_several_ranks_is_the_same_with_a_share_of_the_memory() -> None:
