@@ -22,7 +22,7 @@ MESHES = [
     {"pipeline": 2, "context": 2}, {"replicate": 2, "pipeline": 2},
 ]  # fmt: skip
 PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 0, 11, 13, 5]]
-SAMPLING = [SamplingConfig(most=8), SamplingConfig(most=8, temperature=1.2, top_k=12, top_p=0.95, repetition=1.1)]
+SAMPLING = [SamplingConfig(most=5), SamplingConfig(most=5, temperature=1.2, top_k=12, top_p=0.95, repetition=1.1)]
 PAIRS = [([1, 2], [3]), ([5], [6, 7, 8, 9]), ([3, 4, 5, 6, 7], [1, 2]), ([0], [0])]
 
 
@@ -48,8 +48,8 @@ def generate_outputs(mesh: Mesh) -> list[Any]:
         assert model.training and all(part.training for part in model.modules())
     model, pipeline = build_model(mesh, LLAMA)
     model.tokenizer = Tokenizer.byte_level()
-    results.append(model.generate(["ab", "abc"], most=9, temperature=1.5, pipeline=pipeline))
-    results.append(str(model.generate("ab", most=9, pipeline=pipeline)))
+    results.append(model.generate(["ab", "abc"], most=5, temperature=1.5, pipeline=pipeline))
+    results.append(str(model.generate("ab", most=5, pipeline=pipeline)))
     return results
 
 

@@ -24,7 +24,7 @@ from tests.reference_data import DATA
 
 FOLDER = DATA / "llm" / "llama31_tiny" / "hf"
 MESHES: list[dict[str, int]] = [
-    {"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}, {"context": 2, "tensor": 2}, {"pipeline": 2, "tensor": 2},
+    {"tensor": 4}, {"replicate": 2, "tensor": 2}, {"context": 2, "tensor": 2}, {"pipeline": 2, "tensor": 2},
 ]  # fmt: skip
 INT8: Case = {"model": "llama", "adapted": True, "frozen": "8bit"}
 DTYPES: dict[str, set[torch.dtype]] = {

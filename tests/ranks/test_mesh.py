@@ -65,6 +65,7 @@ def split_axes(mesh: Mesh) -> list[list[int]]:
     flat = mesh.device_mesh(mesh["replicate"])
     assert flat.get_group() is torch_dist.group.WORLD and flat.mesh.tolist() == [0, 1, 2, 3]
     other = Mesh({"replicate": 2, "depth": 2}, 4, mesh.rank)
+    assert [axis.size for axis in other.split("replicate", 2, "")] == [1, 2] and count_groups() == 2, "the outer axis has one rank"
     transposed = other.device_mesh(other["depth"], other["replicate"])
     assert transposed.mesh.tolist() == [[0, 2], [1, 3]] and count_groups() == 2, "the groups of these pairs existed already"
     return [members(between), members(within)]

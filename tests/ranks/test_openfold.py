@@ -1,6 +1,5 @@
 """OpenFold sharded over ``axial``: outputs, losses, gradients and steps equal those of one process."""
 
-import weakref
 from functools import cache
 from typing import Any
 
@@ -8,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.launch import single_process
@@ -17,6 +14,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.kernels import attention
 from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize, residues
 from hpcai.models.openfold.features import FeatureConfig
+from hpcai.plan.step_trace import StepTracer
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests import proteins
@@ -68,10 +66,16 @@ def values_and_gradients(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dic
     return {name: value.item() for name, value in values.items()}, summed, [prediction.msa, prediction.pair, prediction.positions]
 
 
-@pytest.mark.parametrize("axes", [{"axial": 2}, {"axial": 4}, {"replicate": 2, "axial": 2}], ids=str)
-@pytest.mark.parametrize(("passes", "checkpoint"), [(1, False), (3, True)])
+@cache
+def unsharded_results(passes: int, checkpoint: bool) -> Any:
+    return values_and_gradients(single_process(), passes, checkpoint)
+
+
+@pytest.mark.parametrize(("axes", "passes", "checkpoint"), [
+    ({"axial": 2}, 1, False), ({"axial": 4}, 3, True), ({"replicate": 2, "axial": 2}, 3, True),
+], ids=str)  # fmt: skip
 def test_a_sharded_protein_gives_the_unsharded_results(axes: dict[str, int], passes: int, checkpoint: bool) -> None:
-    values, gradients, outputs = values_and_gradients(single_process(), passes, checkpoint)
+    values, gradients, outputs = unsharded_results(passes, checkpoint)
     largest = max(float(np.linalg.norm(g)) for g in gradients.values())
     for rank, (rank_values, rank_gradients, rank_outputs) in enumerate(on_ranks(axes, values_and_gradients, passes, checkpoint)):
         assert rank_values == pytest.approx(values, rel=1e-10, abs=1e-12)
@@ -94,9 +98,14 @@ def train_two_steps(mesh: Mesh, shard: str) -> Any:
     return values, local_shards(step)
 
 
+@cache
+def train_full_replicas() -> list[Any]:
+    return on_ranks({"replicate": 2}, train_two_steps, "none")
+
+
 @pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
 def test_steps_of_sharded_replicas_equal_those_of_full_ones(shard: str) -> None:
-    full = on_ranks({"replicate": 2}, train_two_steps, shard)
+    full = train_full_replicas()
     sharded = on_ranks({"replicate": 2, "axial": 2}, train_two_steps, shard)
     for rank, (values, _) in enumerate(sharded):
         assert values == pytest.approx(full[rank // 2][0], rel=1e-10)
@@ -104,39 +113,14 @@ def test_steps_of_sharded_replicas_equal_those_of_full_ones(shard: str) -> None:
     check_equal(actual, expected, tolerance=1e-8)
 
 
-class PeakMemory(TorchDispatchMode):
-    """The peak of allocated bytes of the tensors that are created inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self.storages: set[int] = set()
-
-    def release(self, address: int, size: int) -> None:
-        self.storages.discard(address)
-        self.bytes -= size
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        outputs = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(outputs):
-            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is not None and storage.data_ptr() not in inputs | self.storages:
-                self.storages.add(storage.data_ptr())
-                self.bytes += storage.nbytes()
-                weakref.finalize(storage, self.release, storage.data_ptr(), storage.nbytes())
-        self.peak = max(self.peak, self.bytes)
-        return outputs
-
-
 def fold(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the positions and confidence of a chain, and the peak of allocated bytes."""
     model, sequence = parallelize(network(template=None), mesh), "".join(residues.RESTYPES[i % 20] for i in range(length))
     cfg = FeatureConfig(crop=None, clusters=8, extra=8, templates=0)
-    with pytest.MonkeyPatch.context() as patch, PeakMemory() as memory:
+    with pytest.MonkeyPatch.context() as patch, StepTracer(kernels=False) as tracer, tracer.record() as trace:
         patch.setattr(attention, "_CPU", 1 << 18)  # chunks of logits, of equal size on each rank
         prediction = model.fold(sequence, recycles=0, cfg=cfg)
-    return prediction.positions, prediction.plddt, memory.peak
+    return prediction.positions, prediction.plddt, trace.peak
 
 
 def test_a_chain_folded_by_several_ranks_is_the_same_with_a_share_of_the_memory() -> None:

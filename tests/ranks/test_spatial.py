@@ -148,7 +148,7 @@ def compare_layers(mesh: Mesh, size: tuple[int, ...]) -> None:
 
 EVEN, UNEVEN, SHORT = (24, 12, 5), (19, 11, 5), (10, 13, 5)
 SLABS: list[tuple[dict[str, int], tuple[int, ...]]] = [
-    ({"depth": 2}, EVEN), ({"depth": 2}, UNEVEN), ({"depth": 3}, SHORT), ({"depth": 4}, UNEVEN), ({"depth": 4}, SHORT),
+    ({"depth": 2}, EVEN), ({"depth": 2}, UNEVEN), ({"depth": 4}, UNEVEN), ({"depth": 4}, SHORT),
     ({"depth": 2, "height": 2}, UNEVEN),
 ]  # fmt: skip
 

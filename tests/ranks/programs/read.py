@@ -64,6 +64,7 @@ def main(folder: Path, fault: str, axis: str = "replicate") -> None:
     with dist.start({axis: -1}) as mesh:
         source = Volumes(folder, fault)
         kwargs: dict[str, Any] = {"shuffle": False, "prefetch": 1 << 10, "processes": fault == "killed", "scatter": "auto"}
+        kwargs |= {"workers": 1} if fault == "killed" else {}  # each imports this program
         with Loader(source, 4, mesh, name="train", **kwargs) as loader:
             for batch in loader.epoch(0):
                 torch_dist.all_reduce(torch.full((1,), float(batch["counts"].sum())))

@@ -123,6 +123,7 @@ def test_rows_are_the_same_with_and_without_a_table(
         forbid_hdf5(monkeypatch)
     rows = Rows(folder, FIELDS, reader=reader)
     restored = copy.copy(rows)  # as for a worker process
+    assert rows.metadata.get("units") == (None if kind == "none" else "a")
     for source in (rows, restored, rows):
         assert len(source) == 10 and source.identity == Rows(dataset[0], FIELDS).identity
         for index, row in enumerate(expected):

@@ -39,19 +39,6 @@ def test_an_unknown_axis_and_an_unsupported_axis_of_a_model() -> None:
         mesh.check_axes("CosmoFlow", "replicate")
 
 
-def get_coordinates(mesh: Mesh) -> tuple[int, ...]:
-    return mesh.rank, mesh["replicate"].rank, mesh["depth"].rank, mesh["replicate"].size, mesh["depth"].size, mesh["tensor"].size
-
-
-def test_the_last_axis_varies_fastest() -> None:
-    assert on_ranks({"replicate": 2, "depth": 2}, get_coordinates) == [
-        (0, 0, 0, 2, 2, 1),
-        (1, 0, 1, 2, 2, 1),
-        (2, 1, 0, 2, 2, 1),
-        (3, 1, 1, 2, 2, 1),
-    ]
-
-
 def test_the_backend_of_a_group_with_several_depends_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert collectives.get_backend(cuda, Axis("alone")) == "none"
@@ -67,23 +54,12 @@ def get_layout(mesh: Mesh) -> tuple[bool, bool, int, int, tuple[int, ...], list[
     return mesh.trains, mesh.is_first, mesh.rank, mesh.world, axes, link
 
 
-def test_the_last_ranks_only_evaluate_with_axes_of_their_own() -> None:
+def test_the_last_axis_varies_fastest_and_the_last_ranks_only_evaluate_with_axes_of_their_own() -> None:
     assert on_ranks({"replicate": 2, "depth": 2, "evaluate": 2}, get_layout) == [
         (True, True, 0, 4, (0, 2, 0, 2, 4), [0, 4]), (True, False, 1, 4, (0, 2, 1, 2, 4), [1, 5]),
         (True, False, 2, 4, (1, 2, 0, 2, 4), []), (True, False, 3, 4, (1, 2, 1, 2, 4), []),
         (False, False, 0, 2, (0, 1, 0, 2, 2), [0, 4]), (False, False, 1, 2, (0, 1, 1, 2, 2), [1, 5]),
     ]  # fmt: skip
-
-
-def split_replicate_axis(mesh: Mesh) -> list[list[int]]:
-    axes = mesh.split("replicate", 2, "step.shard_within")
-    return [torch_dist.get_process_group_ranks(axis.group) if axis.group else [axis.size] for axis in axes]
-
-
-def test_an_axis_splits_into_neighbours_and_ranks_at_the_same_position() -> None:
-    groups = on_ranks({"replicate": 4, "depth": 1}, split_replicate_axis)
-    assert groups == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
-    assert on_ranks({"replicate": 2, "depth": 2}, split_replicate_axis)[0] == [[1], [0, 2]], "one group: the outer axis has size 1"
 
 
 @pytest.fixture
