@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hpcai.cli import findings
@@ -12,40 +13,7 @@ from hpcai.cli.doctor.storage import Folders
 from hpcai.dist.host import format_ranges
 from hpcai.log import format_bytes
 
-KINDS: findings.FindingKinds = {
-    "silent": ("error", "{text}"),
-    "versions": ("error", "{name} is {found}, expected {want} as on {most}; give all ranks the same modules and environment"),
-    "versions/driver": ("warning", "{name} is {found}, {want} on {most}; ask the administrators, or exclude these nodes"),
-    "environment": ("warning", "{name} is {found}, expected {want} as on {most}; set it to the same value on all ranks"),
-    "gpu": ("error", "{why}"),
-    "gpu/shared": ("error", "use one GPU ({gpu}), expected one each; make all GPUs of a node visible to every task (srun "
-                            "--gpus-per-node=N --gpu-bind=none), or start fewer tasks on a node"),
-    "gpu/some": ("error", "found no GPU, but {others} did; start as many tasks on a node as it has GPUs"),
-    "gpu/far": ("warning", "cores are on NUMA node {found}, the GPU is at {want}; leave binding to hpcai (srun --cpu-bind=none), "
-                           "or bind next to the GPU"),
-    "cores/one": ("error", "are all bound to CPU {cpus} of {online}, expected cores of their own; srun --cpus-per-task=N "
-                           "--cpu-bind=cores, mpiexec -bind-to core:N"),
-    "cores": ("warning", "are bound to the same CPUs ({cpus}), expected cores of their own; srun --cpus-per-task=N "
-                         "--cpu-bind=cores, mpiexec -bind-to core:N"),
-    "threads": ("warning", "start {threads} threads on {cpus} CPUs, expected at most one on each; {advice}"),
-    "share": ("warning", "had CPU time for its threads {found:.0%} of the time, expected 100%; look for other "
-                         "programs there, or bind ranks apart"),
-    "pace": ("warning", "multiplies matrices at {found}/s, the others at {want}; look at clocks, heat and other programs there"),
-    "links/rank": ("warning", "has slow links to all others: {found}, the others {want}; look at its node's network card, its "
-                              "binding and other programs there, or exclude the node"),
-    "links": ("warning", "to {other}: {found}, other links {want}; look at cables and switches between them"),
-    "folder": ("error", "{path} is not writable: {why}; name another with --directory (report.directory), or TMPDIR"),
-    "shared": ("error", "{path} does not show the file that rank 0 wrote in {first}; expected a shared folder: name one on "
-                        "a file system that they share with --directory, and in report.directory"),
-    "free": ("warning", "{path}: {found} are free, expected {want} or more; delete what is not needed, or name another"),
-    "rate": ("warning", "{path}: {do}s {found}/s when all nodes {do} at once, the others {want}/s; look at this node's link to the "
-                        "file system"),
-    "limit/files": ("warning", "may open {found:,} files, and rank 0 of {world:,} needs {want:,}; raise ulimit -n (hard)"),
-    "limit/locked": ("warning", "may lock {found} of memory, expected no limit for networks with RDMA; "
-                                "ulimit -l unlimited, before the scheduler's daemon starts"),
-    "limit/shm": ("warning", "/dev/shm has {found}, expected {want} or more for NCCL and worker processes; enlarge it (docker "
-                             "--shm-size, apptainer --bind /dev/shm)"),
-}  # fmt: skip
+KINDS = findings.read_kinds(Path(__file__).with_name("kinds.toml"))
 CODES = tuple(dict.fromkeys(kind.partition("/")[0] for kind in KINDS))
 
 MIN_FREE, MIN_SHM, MIN_LOCKED, MIN_SHARE = 10 << 30, 1 << 30, 1 << 30, 0.8
