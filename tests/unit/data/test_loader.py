@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hpcai.data import Loader
 from hpcai.data.loader import _EpochPlan
 from hpcai.errors import ConfigError, DataError
+from tests.index_source import IndexSource
 from tests.reference_data import load_json
 from tests.replica_mesh import replica_mesh
 
@@ -361,7 +362,8 @@ def test_samples_of_the_next_epoch_wait_for_the_end_of_this_one() -> None:
 
 def test_worker_processes_give_the_same_batches() -> None:
     expected = read_epoch(new_loader(24, 4, seed=1))
-    assert read_epoch(new_loader(24, 4, seed=1, processes=True)) == expected
+    with new_loader(24, 4, source=IndexSource(24), seed=1, processes=True) as loader:  # which imports no torch
+        assert [batch.tolist() for batch in loader.epoch(0)] == expected
 
 
 def test_threads_set_the_gpu_before_they_pin_or_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
