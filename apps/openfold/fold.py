@@ -15,6 +15,8 @@ from apps.openfold.settings import FoldConfig
 from hpcai import config
 from hpcai.errors import DataError
 
+MAX_NAME = 255 - len("..part.cif")              # bytes of a file's name while it is written
+
 
 class Chain(NamedTuple):
     name: str
@@ -114,26 +116,30 @@ def find_alignments(name: str, folder: Path | None, chains: int) -> Path | None:
 
 
 def read_fasta(path: Path) -> list[Chain]:
-    """Read names (the first word after ">") and sequences, in the order of the file. Raises DataError for an invalid file,
-    duplicate names, and names that are no valid file names."""
+    """Read names (the first word after ">") and sequences, in the order of the file. The rest of a header is ignored, and so are
+    lines that begin with ";" and a stop ("*") at the end of a sequence. Raises DataError for an invalid file, duplicate names, and
+    names that are no valid file names."""
     try:
-        text = path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as problem:
+        text = path.read_text("utf-8-sig", errors="replace")
+    except OSError as problem:
         raise DataError(f"{path}: cannot be read as FASTA ({problem})") from problem
     sequences: dict[str, list[str]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.startswith(">"):
             name = (line[1:].split() or [""])[0]
-            if not name or name in sequences or Path(name).name != name or name.startswith("."):
-                why = "occurs twice" if name in sequences else "is no valid file name"
+            valid = name.isascii() and len(name) <= MAX_NAME and Path(name).name == name and not name.startswith(".")
+            if not name or name in sequences or not valid:
+                why = "occurs twice" if name in sequences else f"is no valid file name (ASCII, {MAX_NAME} letters at most)"
                 raise DataError(f"{path}: line {number}: the name {name!r} {why}; expected another one for each chain")
             sequences[name] = []
-        elif line.strip():
+        elif line.strip() and not line.startswith(";"):
             if not sequences:
                 raise DataError(f"{path}: line {number}: {line[:20]!r} precedes the first line that begins with '>'")
+            if not line.isascii():
+                raise DataError(f"{path}: line {number}: {line[:20]!r}, expected ASCII letters of a sequence")
             sequences[next(reversed(sequences))].append(line.strip())
     if not sequences:
         raise DataError(f"{path}: has no chain, expected lines that begin with '>' and sequences below them")
-    if empty := [name for name, lines in sequences.items() if not lines]:
+    if empty := [name for name, lines in sequences.items() if not "".join(lines).removesuffix("*")]:
         raise DataError(f"{path}: the chain {empty[0]} has no sequence")
-    return [Chain(name, "".join(lines)) for name, lines in sequences.items()]
+    return [Chain(name, "".join(lines).removesuffix("*")) for name, lines in sequences.items()]

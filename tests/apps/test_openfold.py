@@ -209,7 +209,9 @@ def fold_with_error_on_rank_2(mesh: Mesh, fasta: Path, out: Path) -> list[str]:
 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "has no chain"), ("MKV", "line 1: 'MKV' precedes"), (">a\nMK\n>a\nMK", "line 3: the name 'a' occurs twice"),
-    (">a\n>b\nMK", "the chain a has no sequence"), ("\xff", "cannot be read as FASTA"),
+    (">a\n>b\nMK", "the chain a has no sequence"), ("\xff", "line 1: '\ufffd' precedes"),
+    (">a\nM\xffK", "line 2: 'M\ufffdK', expected ASCII"), (">b\xe9\nMK", "the name 'b\ufffd' is no valid file name (ASCII, 245"),
+    (f">{'c' * 246}\nMK", "is no valid file name"), (">a\n*\n", "the chain a has no sequence"),
 ])  # fmt: skip
 def test_invalid_fasta_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.fasta").write_bytes(text.encode("latin-1"))
@@ -217,6 +219,12 @@ def test_invalid_fasta_files_are_refused(text: str, message: str, tmp_path: Path
         read_fasta(tmp_path / "x.fasta")
     with pytest.raises(DataError, match="cannot be read as FASTA"):
         read_fasta(tmp_path / "none.fasta")
+
+
+def test_headers_of_fasta_hold_any_bytes_after_the_name(tmp_path: Path) -> None:
+    data = b"\xef\xbb\xbf;by hand\r\n>a Prot\xc3\xa9ine \xff\xe2\x80\xa8\r\nMKTA\r\n;more\r\nYI*\r\n>%b\r\nMS\r\n"
+    (tmp_path / "x.fasta").write_bytes(data % (b"b" * 245))
+    assert read_fasta(tmp_path / "x.fasta") == [("a", "MKTAYI"), ("b" * 245, "MS")]
 
 
 # ---- sampling
