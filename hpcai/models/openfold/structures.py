@@ -99,22 +99,15 @@ def list_structures(folder: Path) -> list[Path]:
 
 def read_blocks(path: Path) -> tuple[list[Any], bytes]:
     """Return the blocks with atoms, none for a PDB file, and the content."""
-    gemmi = _gemmi()
-    try:
-        data = read_decompressed(path).removeprefix(BYTE_ORDER_MARK)
-        if not data.strip():
-            raise DataError(f"{path}: empty, expected mmCIF or PDB; fetch it again, or leave it out")
-        if "mmCIF" in guess_format(data):
-            document = gemmi.cif.read_string(data)
-            blocks = [block for block in document if block.find_mmcif_category("_atom_site.").tags]
-            if not blocks:
-                raise DataError(f"{path}: no atoms (_atom_site) in {len(document)} blocks of mmCIF; leave it out")
-            return blocks, data
-    except (ValueError, RuntimeError, OSError, IndexError, EOFError, zlib.error) as problem:
-        if isinstance(problem, DataError):
-            raise
-        text = str(problem).removeprefix("data:")
-        raise DataError(f"{path}: not a complete file: {text}; fetch it again, or leave it out") from problem
+    gemmi, data = _gemmi(), read_decompressed(path).removeprefix(BYTE_ORDER_MARK)
+    if not data.strip():
+        raise DataError(f"{path}: empty, expected mmCIF or PDB; fetch it again, or leave it out")
+    if "mmCIF" in guess_format(data):
+        document = gemmi.cif.read_string(data)
+        blocks = [block for block in document if block.find_mmcif_category("_atom_site.").tags]
+        if not blocks:
+            raise DataError(f"{path}: no atoms (_atom_site) in {len(document)} blocks of mmCIF; leave it out")
+        return blocks, data
     if not re.search(rb"^(?:ATOM  |HETATM).{24}[ \d.-]{24}", data, re.MULTILINE):
         raise DataError(f"{path}: neither mmCIF nor PDB with atoms{guess_format(data)}; leave it out")
     return [], data
@@ -128,20 +121,21 @@ def read_structure(path: Path, chain: str | None = None) -> Entry:
     chain that is missing or no protein, atoms outside the sequence or different from it, and coordinates that are not numbers.
     """
     path, notes = Path(path), list[str]()
-    blocks, data = read_blocks(path)
-    if len(blocks) > 1:
-        notes.append(f"{path}: {len(blocks)} blocks, the first of them is read")
-    tables = _read_categories(blocks[0] if blocks else _gemmi().cif.Block("PDB"))
-    site = tables["_atom_site."]
-    complete = tables["_entity_poly_seq."] and (tables["_struct_asym."] or "label_entity_id" in site) and {*_SITE_TAGS} <= {*site}
-    if not complete:
-        try:
+    try:
+        blocks, data = read_blocks(path)
+        tables = _read_categories(blocks[0] if blocks else _gemmi().cif.Block("PDB"))
+        site = tables["_atom_site."]
+        has_chains = tables["_struct_asym."] or "label_entity_id" in site
+        if not (tables["_entity_poly_seq."] and has_chains and {*_SITE_TAGS} <= {*site}):
             structure = _gemmi().make_structure_from_block(blocks[0]) if blocks else _gemmi().read_pdb_string(data)
             tables |= ({} if blocks else _pdb_metadata(structure, data, path)) | _make_tables(structure, path, notes)
-        except (ValueError, RuntimeError, IndexError) as problem:
-            if isinstance(problem, DataError):
-                raise
-            raise DataError(f"{path}: {' '.join(str(problem).split())}; {_ADVICE}") from problem
+    except (ValueError, RuntimeError, OSError, IndexError, EOFError, zlib.error) as problem:
+        if isinstance(problem, DataError):
+            raise
+        text = " ".join(str(problem).removeprefix("data:").split())
+        raise DataError(f"{path}: not a complete file: {text}; fetch it again, or leave it out") from problem
+    if len(blocks) > 1:
+        notes.append(f"{path}: {len(blocks)} blocks with atoms, the first of them is read")
     metadata = _read_metadata(tables, path)
     polymers = _polymers(tables, path)
     rows, names = _atom_rows(tables["_atom_site."], polymers, path)

@@ -140,7 +140,7 @@ def test_mmcif_without_sequences_has_the_residues_of_its_atoms(tmp_path: Path) -
     first = read(tmp_path, "data_global\n_journal.year 2000\n" + whole)
     assert first.sequence == "AG" and np.array_equal(first.positions, read(tmp_path, whole).positions)
     read(tmp_path, whole + whole.replace("data_1ABC", "data_2ABC"))
-    assert "2 blocks, the first" in read_structure(tmp_path / "1abc.cif").notes[0]
+    assert "2 blocks with atoms, the first" in read_structure(tmp_path / "1abc.cif").notes[0]
 
 
 def predicted() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
