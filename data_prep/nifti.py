@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from data_prep.extras import import_extra
 from hpcai.data.index import replace_file
 from hpcai.errors import DataError
-from hpcai.gzip_file import gunzip
-from hpcai.json_file import read_regular
+from hpcai.gzip_file import read_decompressed
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
 MAX_TILT = 1e-3          # fraction of an axis along another one
@@ -81,8 +80,7 @@ def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
     try:
         if not path.is_file():
             raise DataError(f"{path}: no such file; {advice}")
-        with path.open("rb") as file:
-            raw = gunzip(path, MAX_BYTES) if file.read(2) == b"\x1f\x8b" else read_regular(path, MAX_BYTES)
+        raw = read_decompressed(path, MAX_BYTES)
         if raw[344:348] != b"n+1\0" and raw[4:8] != b"n+2\0":
             raise ValueError("the header is not of single-file NIfTI")
         image_class = nibabel.Nifti1Image if raw[344:348] == b"n+1\0" else nibabel.Nifti2Image

@@ -21,12 +21,12 @@
 
 Datasets of shape [A], [L], [H] or [P] hold the chains concatenated; "residues", "letters", "hits" and "places" are their lengths.
 
-convert reads a folder of .cif and .cif.gz at any depth, and a folder of alignments with one folder per chain: its a3m folder in
-OpenProteinSet, or .a3m and .sto files. Names of entries are case-insensitive (5zyh_A, 5ZYH_A), names of chains are not. A chain
-without a folder uses that of a duplicate (--duplicates), otherwise its own sequence is its only row. Chains whose alignment is
-unreadable or has another sequence are left out and listed. The filters are those of MLPerf HPC. Clusters are the lines of
---clusters; without it each distinct sequence is a cluster, which gives close relatives too much weight. A letter takes 2 bytes on
-disk and a residue 482; --most bounds the number of letters.
+convert reads a folder of mmCIF and PDB files (.cif, .pdb, .ent, also .gz) at any depth, and a folder of alignments with one folder
+per chain: its a3m folder in OpenProteinSet, or .a3m and .sto files. Names of entries are case-insensitive (5zyh_A, 5ZYH_A), names
+of chains are not. A chain without a folder uses that of a duplicate (--duplicates), otherwise its own sequence is its only row.
+Chains whose alignment is unreadable or has another sequence are left out and listed. The filters are those of MLPerf HPC. Clusters
+are the lines of --clusters; without it each distinct sequence is a cluster, which gives close relatives too much weight. A letter
+takes 2 bytes on disk and a residue 482; --most bounds the number of letters.
 
 Templates are the hits of .hhr files: of the hhr folder of OpenProteinSet, or beside the .a3m files. Any chain of --structures can
 be a template, also one that the filters exclude as a sample. hpcai.models.openfold.templates defines which hits count: none of the
@@ -56,7 +56,7 @@ from data_prep.command import option
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold.alignments import read_alignments, read_hhr
 from hpcai.models.openfold.residues import GAP
-from hpcai.models.openfold.structures import Chain, Entry, read_mmcif
+from hpcai.models.openfold.structures import Chain, Entry, entry_name, list_structures, read_blocks, read_structure
 from hpcai.models.openfold.templates import Match, rejection_reason, select_hits, too_few_atoms
 
 WORK_FOLDER = ".convert"
@@ -156,7 +156,7 @@ class Source(command.Settings):
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     for name, required, text in (
-        ("structures", True, ".cif and .cif.gz, at any depth"), ("alignments", True, "a folder for each chain"),
+        ("structures", True, ".cif, .pdb or .ent, also .gz, at any depth"), ("alignments", True, "a folder for each chain"),
         ("clusters", False, "a line of chains (or entities) for each cluster"),
         ("duplicates", False, "a line for chains that share an alignment"),
         ("validation", False, "chains of validation, instead of the release dates"),
@@ -191,17 +191,18 @@ def chain_key(name: str) -> str:
 
 
 def scan_structures(sources: Sequence[Path], entities: bool) -> dict[str, Any]:
-    """Read the chains of some structures. Returns chains and refused items. ``entities``: the clusters name entities, not
-    chains."""
+    """Read the chains of some structures. Returns chains, refused items, and what was assumed. ``entities``: the clusters name
+    entities, not chains."""
     entries: list[dict[str, Any]] = []
-    refused = []
+    notes, refused = list[str](), []
     for source in sources:
         try:
-            entry = read_mmcif(source)
+            entry = read_structure(source)
             entity_ids = _entity_ids(source) if entities else {}
         except DataError as problem:
             refused.append((str(source), str(problem)))
             continue
+        notes += entry.notes
         for author, chain in entry.chains.items():
             if len(chain.name.encode()) > chains.NAME_BYTES or not chain.name.isascii():
                 text = f"{source}: the name of the chain is longer than {chains.NAME_BYTES} letters; rename the file"
@@ -213,14 +214,13 @@ def scan_structures(sources: Sequence[Path], entities: bool) -> dict[str, Any]:
                 "entity": f"{chain.name.rpartition('_')[0].lower()}_{entity_ids.get(author, '')}",
                 "atoms": (chain.mask > 0).sum(1).tolist(), "resolved": int(chain.mask[:, chains.CA].sum()),
             })  # fmt: skip
-    return {"chains": entries, "refused": refused}
+    return {"chains": entries, "refused": refused, "notes": notes}
 
 
 def _entity_ids(path: Path) -> dict[str, str]:
-    """Return the entity number of each chain, by the authors' name."""
-    import gemmi
-
-    rows = gemmi.cif.read(str(path))[0].find("_entity_poly.", ["entity_id", "pdbx_strand_id"])
+    """Return the entity number of each chain, by the authors' name; none of a PDB file."""
+    blocks, _ = read_blocks(path)
+    rows = [row for block in blocks[:1] for row in block.find("_entity_poly.", ["entity_id", "pdbx_strand_id"])]
     return {author: row.str(0) for row in rows for author in "".join(row.str(1).split()).split(",")}
 
 
@@ -233,15 +233,15 @@ def _scanned_chain(entry: Mapping[str, Any]) -> ScannedChain:
 def _structure_paths(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ConfigError(f"--structures {folder}: no such folder")
-    paths = sorted(path for path in folder.rglob("*.cif*") if re.search(r"\.cif(\.gz)?$", path.name) and path.is_file())
+    paths = list_structures(folder)
     if not paths:
-        raise ConfigError(f"--structures {folder}: contains no .cif or .cif.gz; name the folder of the mmCIF files")
+        raise ConfigError(f"--structures {folder}: contains no .cif, .pdb or .ent; name the folder of the structures")
     by_name: dict[str, Path] = {}
     for path in paths:
-        other = by_name.setdefault(path.name.removesuffix(".gz").lower(), path)
+        other = by_name.setdefault(str(entry_name(path)).lower(), path)
         if other is not path:
             raise DataError(f"{path}: an entry of this name is also in {other}; take one of them out of --structures")
-    return paths
+    return sorted(paths)
 
 
 # ---- convert: templates
@@ -296,7 +296,7 @@ def _hit_files(folder: Path | None) -> list[Path]:
         return []
     root = folder.parent if folder.name == "a3m" else folder
     paths = [path for parent in dict.fromkeys((root / "hhr", root, folder)) for path in sorted(parent.glob("*.hhr*"))]
-    return [path for path in paths if re.search(r"\.hhr(\.gz)?$", path.name)]
+    return [path for path in paths if re.fullmatch(r"[^.].*\.hhr(\.gz)?", path.name)]
 
 
 # ---- convert: files
@@ -315,7 +315,7 @@ class OutputFile:
 
 
 def convert_templates(selected: Sequence[ScannedChain], path: Path) -> None:
-    entry = lru_cache(1)(read_mmcif)
+    entry = lru_cache(1)(read_structure)
     rows = [chains.template_row(_select_chain(entry(chain.source), chain.name)) for chain in selected]
     store.write_rows(path, chains.TEMPLATE_FIELDS, rows, {"kind": "converted"})
 
@@ -335,7 +335,7 @@ def _read_hits(output: OutputFile) -> Iterator[Hits]:
 
 def convert_chains(output: OutputFile, path: Path) -> store.Refused:
     """Write a file of chains. Returns the chains that cannot be used."""
-    usable, refused, entry = [], list[tuple[str, str]](), lru_cache(1)(read_mmcif)
+    usable, refused, entry = [], list[tuple[str, str]](), lru_cache(1)(read_structure)
     for selected, hits in zip(output.chains, _read_hits(output)):
         try:
             chain = _select_chain(entry(selected.source), selected.name)
@@ -400,10 +400,13 @@ def convert(options: argparse.Namespace) -> command.Plan:
     store.claim_folder(options.out / WORK_FOLDER, {"format": 3, "structures": sources["structures"], "entities": entities})
     tasks = {options.out / WORK_FOLDER / f"structures_{number:06d}.json": partial(scan_structures, chunk, entities)
              for number, chunk in enumerate(command.batched(structures, FILES_PER_SCAN))}  # fmt: skip
-    unsorted, refused = list[ScannedChain](), list[tuple[str, str]]()
+    unsorted, refused, notes = list[ScannedChain](), list[tuple[str, str]](), list[str]()
     for result in store.all_gather_results(tasks, options.workers, "scan"):
         unsorted += map(_scanned_chain, result["chains"])
         refused += map(tuple, result["refused"])
+        notes += result.get("notes", [])        # absent in results of earlier versions
+    if notes:
+        command.print_rank_0(f"{len(notes)} structures or chains are taken with an assumption, such as {notes[0]}")
     scanned = sorted(unsorted, key=lambda chain: chain.key)
     command.print_rank_0(f"{len(structures)} structures with {len(scanned)} chains; cannot be used: {len(refused)}")
     if not scanned:
@@ -427,7 +430,8 @@ def _alignment_folders(root: Path) -> dict[str, Path]:
     """Return the folder of alignments of each chain."""
     if not root.is_dir():
         raise ConfigError(f"--alignments {root}: no such folder")
-    return {chain_key(p.name): p / "a3m" if (p / "a3m").is_dir() else p for p in sorted(root.iterdir()) if p.is_dir()}
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return {chain_key(path.name): path / "a3m" if (path / "a3m").is_dir() else path for path in folders}
 
 
 def _read_lines(path: Path | None) -> list[list[str]]:
@@ -569,7 +573,7 @@ BUILDER = command.DatasetBuilder(
     (command.Simulate("Families of chains that share a fold, with alignments that evolved.", Recipe,
                       ("families", 64, "a later run may ask for more"), simulate, lambda parser: parser.add_argument(
                           "--chains", metavar="N", type=command.positive, default=256, help="chains of all families")),
-     command.Convert("mmCIF, A3M and Stockholm files to ours.", Source, convert, add_source_options)),
+     command.Convert("mmCIF, PDB, A3M and Stockholm files to ours.", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

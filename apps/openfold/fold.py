@@ -4,9 +4,7 @@ Chains are assigned to replicas of the network, longest first, each to the least
 over the ranks of a replica, which divides its memory. A chain whose output file exists is not folded again.
 """
 
-import codecs
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from apps.openfold.settings import FoldConfig
 from hpcai import config
 from hpcai.errors import DataError
 
-FILE_NAME = re.compile(r"(?!\.)[!-.0-~]{1,200}")  # names of chains are parts of file names
+MAX_NAME = 255 - len("..part.cif")              # bytes of a file's name while it is written
 
 
 class Chain(NamedTuple):
@@ -118,29 +116,30 @@ def find_alignments(name: str, folder: Path | None, chains: int) -> Path | None:
 
 
 def read_fasta(path: Path) -> list[Chain]:
-    """Read names (the first word after ">") and sequences, in the order of the file. The rest of a header is anything, lines that
-    begin with ";" are comments, and a sequence may end with the stop "*". Raises DataError for an invalid file, duplicate names,
-    and names that are no valid file names."""
+    """Read names (the first word after ">") and sequences, in the order of the file. The rest of a header is ignored, and so are
+    lines that begin with ";" and a stop ("*") at the end of a sequence. Raises DataError for an invalid file, duplicate names, and
+    names that are no valid file names."""
     try:
-        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
+        text = path.read_text("utf-8-sig", errors="replace")
     except OSError as problem:
         raise DataError(f"{path}: cannot be read as FASTA ({problem})") from problem
     sequences: dict[str, list[str]] = {}
-    for number, line in enumerate((line.decode("utf-8", "replace") for line in lines), 1):
-        if line.startswith(";"):
-            continue
+    for number, line in enumerate(text.split("\n"), 1):
         if line.startswith(">"):
             name = (line[1:].split() or [""])[0]
-            if name in sequences or not FILE_NAME.fullmatch(name):
-                why = "occurs twice" if name in sequences else "is no file name of 1 to 200 ASCII characters"
+            valid = name.isascii() and len(name) <= MAX_NAME and Path(name).name == name and not name.startswith(".")
+            if not name or name in sequences or not valid:
+                why = "occurs twice" if name in sequences else f"is no valid file name (ASCII, {MAX_NAME} letters at most)"
                 raise DataError(f"{path}: line {number}: the name {name!r} {why}; expected another one for each chain")
             sequences[name] = []
-        elif line.strip():
+        elif line.strip() and not line.startswith(";"):
             if not sequences:
                 raise DataError(f"{path}: line {number}: {line[:20]!r} precedes the first line that begins with '>'")
+            if not line.isascii():
+                raise DataError(f"{path}: line {number}: {line[:20]!r}, expected ASCII letters of a sequence")
             sequences[next(reversed(sequences))].append(line.strip())
     if not sequences:
         raise DataError(f"{path}: has no chain, expected lines that begin with '>' and sequences below them")
-    if empty := [name for name, lines in sequences.items() if not lines]:
+    if empty := [name for name, lines in sequences.items() if not "".join(lines).removesuffix("*")]:
         raise DataError(f"{path}: the chain {empty[0]} has no sequence")
     return [Chain(name, "".join(lines).removesuffix("*")) for name, lines in sequences.items()]

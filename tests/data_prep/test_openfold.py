@@ -162,6 +162,29 @@ def test_rows_of_original_files_equal_the_output_of_the_readers(tmp_path, capsys
     assert "26 samples against index.json: equal" in stdout and "validation: rows 2, clusters 2" in stdout
 
 
+def test_pdb_files_are_read_and_files_of_other_machines_skipped(library, tmp_path, capsys):
+    folder, alignments = library / "mmcif", library / "alignments"
+    chain = random_chain(21, 1)
+    write_structure(folder / "2bbb.pdb", chain.aatype, chain.positions, chain.mask, chain.bfactors)
+    (folder / "pdb2bbb.ent").write_text("".join(row for row in open(folder / "2bbb.pdb") if not row.startswith("SEQRES")))
+    (folder / "2bbb.pdb").unlink()
+    assert convert(library, tmp_path / "out") == 2 and "an entry of this name is also in" in capsys.readouterr().err
+    (folder / "2b" / "2bbb.cif").unlink()
+    (folder / "3c" / "3ccc.cif.gz").rename(folder / "3ccc.cif")         # gzip without .gz
+    rows = alignments / "2bbb_A" / "a3m"
+    for path in (folder / "._1aaa.cif", folder / ".old/1aaa.cif", rows / "._b.a3m", rows / "._b.hhr"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"\0\5\x16\7")
+    (rows / "mgnify_hits.a3m").write_bytes(b"")
+    assert convert(library, tmp_path / "out") == 0
+    stdout = capsys.readouterr().out
+    assert "5 structures with 5 chains; cannot be used: 0" in stdout
+    assert "1 structures or chains are taken with an assumption, such as" in stdout and "2bbb.ent: chain A has no seq" in stdout
+    assert read_json(tmp_path / "out" / "skipped.json")["unusable"] == {}
+    row = rows_of(tmp_path / "out", "train")["2bbb_A"]
+    assert (row["aatype"] == chain.aatype).all() and len(row["msa"]) == 5 * 21
+
+
 def test_files_have_the_expected_format(library, tmp_path):
     assert convert(library, tmp_path / "out", "--each", "2") == 0
     index = read_json(tmp_path / "out" / "train" / "index.json")
@@ -201,7 +224,7 @@ def test_a_resumed_conversion_repeats_no_work(hit_library, tmp_path, monkeypatch
     library, out, options = hit_library, tmp_path / "out", ("--each", "1")
     assert convert(library, out, *options) == 0
     before, calls = content(out), []
-    monkeypatch.setattr(openfold, "read_mmcif", lambda path: calls.append(path.stem) or read_mmcif(path))
+    monkeypatch.setattr(openfold, "read_structure", lambda path: calls.append(path.stem) or read_mmcif(path))
     monkeypatch.setattr(openfold, "read_hhr", lambda path: calls.append(path.parent.parent.name) or read_hhr(path))
     assert convert(library, out, *options) == 0 and not calls
     sorted(out.glob("train/*.h5"))[1].unlink()
@@ -305,7 +328,7 @@ def test_unusable_items_are_listed_and_skipped(library, tmp_path, capsys):
     assert chain_names(tmp_path / "out") == {"train": ["1aaa_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
     listed, stdout = read_json(tmp_path / "out" / "skipped.json"), capsys.readouterr().out
     assert set(listed["unusable"]) == {str(path), "2bbb_A", "7ggg_A", "8hhh_A"} and "9zzz_A" in listed["filtered"]
-    assert "not a complete mmCIF file" in listed["unusable"][str(path)] and "residues, expected 26" in listed["unusable"]["7ggg_A"]
+    assert "not a complete file" in listed["unusable"][str(path)] and "residues, expected 26" in listed["unusable"]["7ggg_A"]
     assert "N and CA are 0.146 angstrom apart at the median, expected 1.46" in listed["unusable"]["8hhh_A"]
     assert f"{a3m}: line 4, column" in listed["unusable"]["2bbb_A"]
     assert listed["unusable"]["2bbb_A"] in (last := stdout.splitlines()[-1]) and last.startswith("refused: 4 of 8 items: 1 such as")
@@ -333,7 +356,7 @@ def spoil_library(library, fault):
 
 
 FAULTS = {
-    "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "contains no .cif or .cif.gz",
+    "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "contains no .cif, .pdb or .ent",
     "others": "has a folder for none of 5 chains, such as 1aaa_A", "short": "none of its 5 files can be used, the first because",
     "unreadable": "none of its 3 chains can be used, the first because",
 }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from data_prep import nifti
 from hpcai.errors import DataError
-from hpcai.gzip_file import gunzip
+from hpcai.gzip_file import read_decompressed
 from hpcai.models.openfold.alignments import read_alignment
 from hpcai.models.openfold.structures import read_mmcif
 
@@ -36,10 +36,10 @@ def test_a_decompression_bomb_raises(tmp_path: Path, bomb: bytes, monkeypatch: p
 def test_complete_files_are_unpacked_and_damaged_ones_raise(tmp_path: Path) -> None:
     path = tmp_path / "a.gz"
     path.write_bytes(gzip.compress(b"abc" * 1000) + gzip.compress(b"next"))
-    assert gunzip(path) == b"abc" * 1000 + b"next"
+    assert read_decompressed(path) == b"abc" * 1000 + b"next"
     with pytest.raises(DataError, match="more than 3,003 bytes"):
-        gunzip(path, 3003)
+        read_decompressed(path, 3003)
     for damaged in (path.read_bytes()[:-6], path.read_bytes()[:20] + b"xxxx" + path.read_bytes()[24:]):
         path.write_bytes(damaged)
         with pytest.raises((EOFError, OSError, zlib.error)):
-            gunzip(path)
+            read_decompressed(path)

@@ -8,7 +8,7 @@ __getattr__, _names = attach(
     {
         ".model": ["OpenFold", "Prediction"],
         ".alignments": ["Alignment", "read_alignments"],
-        ".structures": ["Chain", "read_mmcif"],
+        ".structures": ["Chain", "read_mmcif", "read_structure"],
         ".templates": ["read_templates"],
         ".features": ["FeatureConfig", "featurize"],
         ".folding": ["Fold"],

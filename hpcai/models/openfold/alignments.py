@@ -1,14 +1,15 @@
 """Read sequence alignments and template hits from the files of search tools, as arrays.
 
     *.a3m, *.a3m.gz     one row after each ">" line; a lower-case letter is an insertion: it has no column and counts as a deletion
-                        of the next column
+                        of the next column; rows such as ss_pred are skipped; NUL bytes separate alignments (MMseqs2, ColabFold)
     *.sto, *.sto.gz     Stockholm: rows in blocks, ended by "//"; columns with a gap in the query are insertions
     *.hhr, *.hhr.gz     HHsearch: pairwise alignments of the query and templates
 
 The first row is the query, without gaps and insertions. Time and memory are linear in the size of the file: 6 to 20 bytes for each
-letter, up to 50 if rows have only a few.
+letter, up to 50 if rows have only a few. Files are decompressed if they begin with gzip's bytes, whatever their names.
 """
 
+import logging
 import re
 import zlib
 from collections.abc import Sequence
@@ -20,11 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcai.errors import DataError
-from hpcai.gzip_file import gunzip
-from hpcai.json_file import read_regular
+from hpcai.gzip_file import read_decompressed
 from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
 
+logger = logging.getLogger(__name__)
 _ADVICE = "make it again, or leave it out"
+_ANNOTATIONS = (b"ss_dssp", b"sa_dssp", b"ss_pred", b"ss_conf", b"Consensus")       # rows of HH-suite that are no sequences
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_FORMATS = (
+    (rb"\s*<(?:!doctype )?html", "an HTML page"), (rb"\s*[\[{]", "JSON"), (rb"\s*>", "FASTA or A3M"), (rb"Query", "HHsearch"),
+    (rb"# STOCKHOLM", "Stockholm"), (rb"(?:\s|#[^\n]*\n)*data_", "mmCIF"), (rb".{257}ustar", "a tar archive"),
+    (rb"\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ", "a compressed file"), (rb"\xff\xfe|\xfe\xff", "UTF-16 text"),
+)  # fmt: skip
 _COMPLEX_FILES = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows that pair chains, and templates
 _DATABASE_ORDER = ("uniref90", "mgnify", "bfd", "small_bfd")
 
@@ -90,8 +98,8 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
     """Read all rows of a folder's .a3m and .sto files, or of the given files, without duplicates.
 
     The order of a folder is uniref90, mgnify, bfd and then the others by name; uniprot_hits and pairing, for complexes, are
-    skipped. Raises DataError if the query of a file differs from ``sequence``, or, without one, from that of the first file; an
-    unknown residue matches all.
+    skipped, and so are empty files beside others: a search without hits. Raises DataError if the query of a file differs from
+    ``sequence``, or, without one, from that of the first file; an unknown residue matches all.
     """
     if isinstance(source, str | Path):
         files = [Path(source)] if Path(source).is_file() else _files(Path(source))
@@ -102,9 +110,15 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
     alignments = []
     query = None if sequence is None else encode(sequence)
     for path in files:
-        alignments.append(read_alignment(path))
+        data = _read_bytes(path)
+        if len(files) > 1 and not data.strip(b"\0 \t\r\n"):
+            _tell_empty(path)
+            continue
+        alignments.append(_parse(data, path, query))
         query = alignments[0].msa[0] if query is None else query
         check_same_sequence(alignments[-1].msa[0], query, f"{path}: the query")
+    if not alignments:
+        raise DataError(f"{files[0]}: empty, as are all {len(files)} files; expected the query at least; {_ADVICE}")
     msa, deletions = (np.concatenate([getattr(part, field) for part in alignments]) for field in ("msa", "deletions"))
     first: dict[bytes, int] = {}
     for index, row in enumerate(msa):
@@ -118,8 +132,20 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
 
 def read_alignment(path: Path) -> Alignment:
     """Read all rows of one file."""
-    parse = parse_stockholm if ".sto" in path.suffixes else parse_a3m
-    return parse(_read_bytes(path), str(path))
+    return _parse(_read_bytes(path), path)
+
+
+def _parse(data: bytes, path: Path, query: NDArray[Any] | None = None) -> Alignment:
+    if ".sto" in path.suffixes or data.startswith(b"# STOCKHOLM"):
+        return parse_stockholm(data, str(path))
+    return parse_a3m(data, str(path), query)
+
+
+def _tell_empty(path: Path, told: list[Path] = []) -> None:  # noqa: B006
+    """Log the first empty file of the process."""
+    if not told:
+        logger.warning("%s: empty, a search without hits; other such files are not named", path)
+        told.append(path)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -128,7 +154,7 @@ def _files(folder: Path) -> list[Path]:
         return (matches[0] if matches else len(_DATABASE_ORDER)), path.name
 
     try:
-        files = [path for path in folder.iterdir() if re.search(r"\.(a3m|sto)(\.gz)?$", path.name)]
+        files = [path for path in folder.iterdir() if re.fullmatch(r"[^.].*\.(a3m|sto)(\.gz)?", path.name)]
     except OSError as problem:
         raise DataError(f"{folder}: {problem.strerror}; expected a folder of alignments") from problem
     return sorted((path for path in files if path.name.split(".")[0] not in _COMPLEX_FILES), key=rank)
@@ -155,25 +181,44 @@ def check_same_sequence(query: NDArray[Any], expected: NDArray[Any], label: str)
 # ---- A3M
 
 
-def parse_a3m(data: bytes, where: str) -> Alignment:
-    """Parse A3M; ``where`` is the prefix of errors. Lines that begin with "#" are skipped."""
+def parse_a3m(data: bytes, where: str, query: NDArray[Any] | None = None) -> Alignment:
+    """Parse A3M; ``where`` is the prefix of errors. Lines that begin with "#" are skipped.
+
+    Of several alignments, which NUL bytes end, the one of ``query`` is returned, otherwise the first.
+    """
+    first, lines = None, 0
+    for block in data.split(b"\0"):
+        if block.strip():
+            alignment = _parse_block(block, where, lines)
+            if query is None or (len(query) == len(alignment.msa[0]) and residues_match(query, alignment.msa[0]).all()):
+                return alignment
+            first = first or alignment
+        lines += block.count(b"\n")
+    return first or _parse_block(b"", where, 0)
+
+
+def _parse_block(data: bytes, where: str, lines_before: int) -> Alignment:
+    annotation = False
     names: list[str] = []
     starts: list[int] = []
     parts: list[list[bytes]] = []
-    for number, text in enumerate(_split_lines(data, where), 1):
+    for number, text in enumerate(_split_lines(data, where), lines_before + 1):
         line = text.strip()
         if line.startswith(b">"):
+            if annotation := line[1:].partition(b" ")[0] in _ANNOTATIONS:
+                continue
             names.append(line[1:].decode("utf-8", "replace"))
             starts.append(number)
             parts.append([])
-        elif line and not line.startswith(b"#"):
+        elif line and not annotation and not line.startswith(b"#"):
             if not parts:
-                raise DataError(f"{where}: line {number}: {_quote(line)} before any line with '>'; expected A3M; {_ADVICE}")
-            _check_letters(line, text, number, where)
+                expected = f"expected A3M{guess_format(data)}"
+                raise DataError(f"{where}: line {number}: {_quote(line)} before any line with '>'; {expected}; {_ADVICE}")
+            _check_letters(line.removesuffix(b"*"), text, number, where)
             parts[-1].append(line)
     if not parts:
-        raise DataError(f"{where}: no line begins with '>', expected A3M with the query first; {_ADVICE}")
-    rows = [b"".join(part).translate(None, b".") for part in parts]
+        raise DataError(f"{where}: no line of a sequence begins with '>', expected A3M with the query first; {_ADVICE}")
+    rows = [b"".join(part).translate(None, b".").removesuffix(b"*") for part in parts]
     del parts
     aligned = [row.translate(None, _INSERTIONS) for row in rows]
     width = len(aligned[0])
@@ -181,8 +226,9 @@ def parse_a3m(data: bytes, where: str) -> Alignment:
         odd = "lower-case letters, which are insertions" if rows[0] else "no letters"
         raise DataError(f"{where}: line {starts[0]}: the query, the first row, has {odd}; expected upper-case letters; {_ADVICE}")
     for name, row, start in zip(names, aligned, starts):
-        if len(row) != width:
+        if len(row) != width or b"*" in row:
             columns = f"{len(row):,} columns (lower-case letters aside), expected {width:,} as in the query"
+            columns = "a stop ('*') before its end" if b"*" in row else columns
             raise DataError(f"{where}: line {start}: row {name[:40]!r} has {columns}; {_ADVICE}")
     msa = _CODES[np.frombuffer(b"".join(aligned), np.uint8)].reshape(-1, width)
     gaps = np.flatnonzero(msa[0] == GAP)
@@ -217,7 +263,7 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
     for number, text in enumerate(lines, 1):
         line = text.strip()
         if number == 1 and not line.startswith(b"# STOCKHOLM"):
-            raise DataError(f"{where}: line 1: {_quote(line)}, expected '# STOCKHOLM 1.0'; {_ADVICE}")
+            raise DataError(f"{where}: line 1: {_quote(line)}, expected '# STOCKHOLM 1.0'{guess_format(data)}; {_ADVICE}")
         if line and end is not None:
             raise DataError(f"{where}: line {number}: {_quote(line)} after '//', expected one alignment; {_ADVICE}")
         if line == b"//":
@@ -266,7 +312,8 @@ def read_hhr(path: Path) -> list[Hit]:
 def parse_hhr(data: bytes, where: str) -> list[Hit]:
     lines = [line.decode("utf-8", "replace") for line in _split_lines(data, where)]
     if not lines[0].startswith("Query"):
-        raise DataError(f"{where}: line 1: {_quote(_split_lines(data, where)[0])}, expected 'Query', as HHsearch begins; {_ADVICE}")
+        text = f"{_quote(_split_lines(data, where)[0])}, expected 'Query', as HHsearch begins{guess_format(data)}"
+        raise DataError(f"{where}: line 1: {text}; {_ADVICE}")
     starts = [at for at, line in enumerate(lines) if line.startswith("No ")]
     return [_hit(lines[begin:end], begin + 1, where) for begin, end in zip(starts, [*starts[1:], len(lines)])]
 
@@ -316,9 +363,14 @@ def _hit(lines: list[str], begin: int, where: str) -> Hit:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return gunzip(path) if path.suffix == ".gz" else read_regular(path, None)
+        return read_decompressed(path).removeprefix(BYTE_ORDER_MARK)
     except (OSError, EOFError, zlib.error) as problem:
         raise DataError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}; {_ADVICE}") from problem
+
+
+def guess_format(data: bytes) -> str:
+    """Return " (it seems to be ...)" for content of another kind, otherwise an empty text."""
+    return next((f" (it seems to be {kind})" for pattern, kind in _FORMATS if re.match(pattern, data, re.I | re.S)), "")
 
 
 def _split_lines(data: bytes, where: str) -> list[bytes]:

@@ -1,7 +1,8 @@
-"""Read protein chains from mmCIF files of the Protein Data Bank, and write predicted chains to mmCIF and PDB files.
+"""Read protein chains from mmCIF and PDB files, and write predicted chains to them.
 
-A chain has all residues of its SEQRES record, including those without coordinates. Parsing is by gemmi, with the same result as the
-public OpenFold's by Biopython.
+A chain has all residues of its SEQRES record, including those without coordinates. A file without sequences (of a prediction, a
+refinement, an editor) has the residues of its atoms, and X where residue numbers skip some. Parsing is by gemmi, with the same
+result as the public OpenFold's by Biopython.
 """
 
 import math
@@ -10,7 +11,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpcai.errors import DataError
-from hpcai.gzip_file import gunzip
-from hpcai.json_file import open_regular
+from hpcai.gzip_file import read_decompressed
 from hpcai.lazy import import_optional
+from hpcai.models.openfold.alignments import BYTE_ORDER_MARK, guess_format
 from hpcai.models.openfold.residues import ATOM_ORDER, ATOM_TYPES, RESNAMES, RESTYPES, UNKNOWN
 
-_ADVICE = "fetch it again, or leave it out"
+_ADVICE = "correct it, or leave it out"
 RESTYPE_ORDER = {letter: number for number, letter in enumerate(RESTYPES)}
 RESTYPE_3TO1 = dict(zip(RESNAMES, RESTYPES))
 # The first of these that is a number is used; NMR has none.
 _RESOLUTION_TAGS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
 _SITE_TAGS = ("label_asym_id", "auth_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z")
 PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # limits of the format's columns; angstrom
+MAX_SKIPPED = 9999                                        # residues of a chain that only numbers tell
+_BOND = 2.0                                               # angstrom between C and N of neighbours, at most
+_ENTRY_NAME = re.compile(r"(?:pdb(?=\w{4}\.ent))?([^.].*?)\.(?:cif|mmcif|pdb|ent)(?:\.gz)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,9 +64,10 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """The protein chains of a file, by the authors' names."""
+    """The protein chains of a file, by the authors' names, and what was assumed about it."""
 
     chains: dict[str, Chain]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -77,27 +82,60 @@ def _gemmi() -> Any:
     return import_optional("gemmi", "structures need", "openfold")
 
 
-def read_mmcif(path: Path, chain: str | None = None) -> Entry:
-    """Read the protein chains of a .cif or .cif.gz, or only ``chain``, from the first model.
+def entry_name(path: Path) -> str | None:
+    """Return the entry of a structure's file: 1abc of 1abc.cif, 1abc.pdb.gz or pdb1abc.ent. None for a file of another kind, and
+    names that begin with a dot."""
+    match = _ENTRY_NAME.fullmatch(path.name)
+    return match[1] if match else None
 
-    Of an atom's alternate locations the one with the highest occupancy is used, the first of equals. Selenium of MSE is stored as
-    SD, and NH1 of arginine is the one nearer to CD. Raises DataError for a truncated file, a chain that is missing or no protein,
-    atoms outside the sequence or different from it, and coordinates that are not numbers.
+
+def list_structures(folder: Path) -> list[Path]:
+    """Return the files of structures at any depth, mmCIF before PDB, otherwise sorted; files and folders that begin with a dot are
+    skipped."""
+    paths = (path for path in folder.rglob("*") if entry_name(path) and path.is_file())
+    visible = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(visible, key=lambda path: ("cif" not in path.name[-7:].lower(), path))
+
+
+def read_blocks(path: Path) -> tuple[list[Any], bytes]:
+    """Return the blocks with atoms, none for a PDB file, and the content."""
+    gemmi, data = _gemmi(), read_decompressed(path).removeprefix(BYTE_ORDER_MARK)
+    if not data.strip():
+        raise DataError(f"{path}: empty, expected mmCIF or PDB; fetch it again, or leave it out")
+    if "mmCIF" in guess_format(data):
+        document = gemmi.cif.read_string(data)
+        blocks = [block for block in document if block.find_mmcif_category("_atom_site.").tags]
+        if not blocks:
+            raise DataError(f"{path}: no atoms (_atom_site) in {len(document)} blocks of mmCIF; leave it out")
+        return blocks, data
+    if not re.search(rb"^(?:ATOM  |HETATM).{24}[ \d.-]{24}", data, re.MULTILINE):
+        raise DataError(f"{path}: neither mmCIF nor PDB with atoms{guess_format(data)}; leave it out")
+    return [], data
+
+
+def read_structure(path: Path, chain: str | None = None) -> Entry:
+    """Read the protein chains of an mmCIF or PDB file, also by gzip, or only ``chain``, from the first model.
+
+    The content determines the format. Of an atom's alternate locations the one with the highest occupancy is used, the first of
+    equals. Selenium of MSE is stored as SD, and NH1 of arginine is the one nearer to CD. Raises DataError for a truncated file, a
+    chain that is missing or no protein, atoms outside the sequence or different from it, and coordinates that are not numbers.
     """
-    path = Path(path)
+    path, notes = Path(path), list[str]()
     try:
-        cif = _gemmi().cif
-        open_regular(path).close()
-        document = cif.read_string(gunzip(path)) if path.suffix == ".gz" else cif.read(str(path))
-        block = document[0] if len(document) else None
-        tables = None if block is None else _read_categories(block)
+        blocks, data = read_blocks(path)
+        tables = _read_categories(blocks[0] if blocks else _gemmi().cif.Block("PDB"))
+        site = tables["_atom_site."]
+        has_chains = tables["_struct_asym."] or "label_entity_id" in site
+        if not (tables["_entity_poly_seq."] and has_chains and {*_SITE_TAGS} <= {*site}):
+            structure = _gemmi().make_structure_from_block(blocks[0]) if blocks else _gemmi().read_pdb_string(data)
+            tables |= ({} if blocks else _pdb_metadata(structure, data, path)) | _make_tables(structure, path, notes)
     except (ValueError, RuntimeError, OSError, IndexError, EOFError, zlib.error) as problem:
         if isinstance(problem, DataError):
             raise
-        text = str(problem).removeprefix(f"{path}:")
-        raise DataError(f"{path}: not a complete mmCIF file: {text}; {_ADVICE}") from problem
-    if tables is None:
-        raise DataError(f"{path}: empty, expected mmCIF; {_ADVICE}")
+        text = " ".join(str(problem).removeprefix("data:").split())
+        raise DataError(f"{path}: not a complete file: {text}; fetch it again, or leave it out") from problem
+    if len(blocks) > 1:
+        notes.append(f"{path}: {len(blocks)} blocks with atoms, the first of them is read")
     metadata = _read_metadata(tables, path)
     polymers = _polymers(tables, path)
     rows, names = _atom_rows(tables["_atom_site."], polymers, path)
@@ -111,12 +149,87 @@ def read_mmcif(path: Path, chain: str | None = None) -> Entry:
     if chain is not None and chain not in labels:
         text = "is not a protein" if chain in names.values() else "is not there"
         raise DataError(f"{path}: chain {chain!r} {text}; the protein chains are {', '.join(sorted(labels))}")
-    stem = path.name.removesuffix(".gz").removesuffix(".cif")
+    stem = entry_name(path) or path.name
     chains = {
         author: _build_chain(f"{stem}_{author}", polymers[label], tables["_atom_site."], rows[label], metadata, path)
         for author, label in labels.items() if chain in (None, author)
     }  # fmt: skip
-    return Entry(chains)
+    return Entry(chains, tuple(notes))
+
+
+read_mmcif = read_structure                     # the name of earlier versions
+
+
+def _make_tables(structure: Any, path: Path, notes: list[str]) -> dict[str, dict[str, list[Any]]]:
+    """Return the categories of polymers and their atoms for a file without sequences, or with those of SEQRES."""
+    while len(structure) > 1:
+        del structure[1]
+    structure.add_entity_types(True)
+    structure.assign_subchains(True)
+    structure.ensure_entities()
+    structure.assign_label_seq_id()
+    sequences, asyms, site = list[tuple[str, int, str]](), list[str](), list[tuple[Any, ...]]()
+    for chain in structure[0] if len(structure) else []:
+        polymer, name = chain.get_polymer(), chain.name or "A"
+        if not len(polymer):
+            continue
+        label, entity = polymer[0].subchain, structure.get_entity_of(polymer)
+        asyms.append(label)
+        if entity and entity.full_sequence:
+            residues, numbers = list(entity.full_sequence), [residue.label_seq for residue in polymer]
+            if None in numbers:
+                residue = polymer[numbers.index(None)]
+                raise DataError(f"{path}: residue {residue.seqid} {residue.name} of chain {name} is not in SEQRES; {_ADVICE}")
+        else:
+            residues, numbers = _number_by_atoms(polymer, name, path, notes)
+        sequences += [(label, n, option) for n, names in enumerate(residues, 1) for option in names.split(",")]
+        site += [(label, name, str(n), residue.name, atom.name, *map(repr, atom.pos.tolist()), repr(atom.occ), repr(atom.b_iso))
+                 for residue, n in zip(polymer, numbers) for atom in residue]  # fmt: skip
+    if not site:
+        raise DataError(f"{path}: no polymer of amino acids or nucleotides with atoms; {_ADVICE}")
+    return {
+        "_atom_site.": dict(zip((*_SITE_TAGS, "occupancy", "B_iso_or_equiv"), map(list, zip(*site)))),
+        "_entity_poly_seq.": dict(zip(("entity_id", "num", "mon_id"), map(list, zip(*sequences)))),
+        "_struct_asym.": {"id": asyms, "entity_id": asyms}, "_entity_poly.": {},
+    }  # fmt: skip
+
+
+def _number_by_atoms(polymer: Any, name: str, path: Path, notes: list[str]) -> tuple[list[str], list[int]]:
+    """Return the residues of a polymer, UNK for each one that the numbers skip without a bond, and the number of each from 1."""
+    residues, numbers, previous, skipped = list[str](), list[int](), None, 0
+    for residue in polymer:
+        if previous is not None and residue.seqid == previous.seqid:    # microheterogeneity
+            residues[-1] += f",{residue.name}"
+        else:
+            gap = 0 if previous is None or _bonded(previous, residue) else max(0, residue.seqid.num - previous.seqid.num - 1)
+            if (skipped := skipped + gap) > MAX_SKIPPED:
+                text = f"numbers of chain {name} skip {skipped:,} residues before {residue.seqid} {residue.name}"
+                raise DataError(f"{path}: {text}, expected {MAX_SKIPPED:,} at most; {_ADVICE}")
+            residues += ["UNK"] * gap + [residue.name]
+        numbers.append(len(residues))
+        previous = residue
+    notes.append(f"{path}: chain {name} has no sequence: its {len(polymer)} residues with atoms, {skipped} X by their numbers")
+    return residues, numbers
+
+
+def _bonded(residue: Any, following: Any) -> bool:
+    c, n = residue.find_atom("C", "*"), following.find_atom("N", "*")
+    return bool(c and n and c.pos.dist(n.pos) < _BOND)
+
+
+def _pdb_metadata(structure: Any, data: bytes, path: Path) -> dict[str, dict[str, list[Any]]]:
+    """Return the categories of resolution, method and release. Raises DataError for coordinates that gemmi would read as 0."""
+    for number, line in enumerate(data.splitlines(), 1):
+        if line[:6] in (b"ATOM  ", b"HETATM") and not re.fullmatch(rb"(?: *-?\d+\.\d* *){3}", line[30:54]):
+            text = f"line {number}: an atom is at {line[30:54].decode('ascii', 'replace')!r}, expected three numbers"
+            raise DataError(f"{path}: {text}; {_ADVICE}")
+    revisions = re.findall(rb"^REVDAT.{7}(\d\d-[A-Z]{3}-\d\d)", data, re.MULTILINE)
+    days = [datetime.strptime(day.decode(), "%d-%b-%y").date().isoformat() for day in revisions]
+    method = dict(structure.info).get("_exptl.method")
+    return {
+        "_refine.": {"ls_d_res_high": [str(structure.resolution)]}, "_exptl.": {"method": [method]},
+        "_pdbx_audit_revision_history.": {"revision_date": days},
+    }  # fmt: skip
 
 
 def _read_categories(block: Any) -> dict[str, dict[str, list[Any]]]:
@@ -163,7 +276,10 @@ def _polymers(tables: dict[str, dict[str, list[Any]]], path: Path) -> dict[str, 
 
     peptides = {name for name in set(monomers) if name and is_peptide(name)}
     canonical = dict(zip(*(tables["_entity_poly."].get(tag, []) for tag in ("entity_id", "pdbx_seq_one_letter_code_can"))))
-    labels, owners = _columns(tables["_struct_asym."], "_struct_asym.", ("id", "entity_id"), path)
+    if "id" in tables["_struct_asym."]:
+        labels, owners = _columns(tables["_struct_asym."], "_struct_asym.", ("id", "entity_id"), path)
+    else:
+        labels, owners = _columns(tables["_atom_site."], "_atom_site.", ("label_asym_id", "label_entity_id"), path)
     return {
         label: _Polymer(residues[entity], "".join((canonical.get(entity) or "").split())) for label, entity in zip(labels, owners)
         if entity in residues and any(name in peptides for names in residues[entity].values() for name in names)

@@ -21,7 +21,7 @@ from hpcai.lazy import import_optional
 from hpcai.models.openfold.alignments import Hit, check_same_sequence, encode, read_hhr, residues_match
 from hpcai.models.openfold.features import TEMPLATES
 from hpcai.models.openfold.residues import ATOM_ORDER, GAP, UNKNOWN
-from hpcai.models.openfold.structures import Chain, read_mmcif
+from hpcai.models.openfold.structures import Chain, entry_name, list_structures, read_structure
 
 Array = NDArray[Any]
 
@@ -243,7 +243,7 @@ def read_templates(
 ) -> tuple[dict[str, Array], dict[str, str]]:  # fmt: skip
     """Return the ``templates`` of ``featurize`` and ``OpenFold.fold``, and the reasons against other hits.
 
-    ``hits`` are those of ``sequence``, or their .hhr file; ``structures`` is the folder with .cif and .cif.gz files, at any depth:
+    ``hits`` are those of ``sequence``, or their .hhr file; ``structures`` is the folder with mmCIF and PDB files, at any depth:
     only required ones are read. The query's own ``entry`` and ``before``, the day of its release, exclude templates that reveal the
     target. Raises DataError for a file or folder that cannot be read and hits of another sequence; a structure that cannot be read
     is only a reason.
@@ -253,7 +253,7 @@ def read_templates(
     def chain_info(name: str) -> Chain | None:
         stem, _, chain = name.rpartition("_")
         if name not in chains and stem in files:
-            chains[name] = read_mmcif(files[stem], chain).chains[chain]
+            chains[name] = read_structure(files[stem], chain).chains[chain]
         return chains.get(name)
 
     def reject(match: Match) -> str | None:
@@ -268,6 +268,5 @@ def read_templates(
 def _index_files(folder: Path) -> dict[str, Path]:
     """Return the files by entry; the first, if two have one name."""
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected one of .cif and .cif.gz files")
-    paths = sorted((path for path in folder.rglob("*.cif*") if re.search(r"\.cif(\.gz)?$", path.name)), reverse=True)
-    return {path.name.removesuffix(".gz").removesuffix(".cif").lower(): path for path in paths}
+        raise DataError(f"{folder}: no such folder; expected one of mmCIF and PDB files")
+    return {str(entry_name(path)).lower(): path for path in reversed(list_structures(folder))}

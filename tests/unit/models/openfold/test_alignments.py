@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hpcai.errors import DataError
+from hpcai.models.openfold import alignments
 from hpcai.models.openfold.alignments import Alignment, encode, parse_a3m, parse_hhr, parse_stockholm, read_alignments
 from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
 from tests.reference_data import DATA
@@ -30,6 +31,33 @@ def test_lower_case_letters_count_before_the_next_column() -> None:
     assert alignment.names == ["query", "one, with words", "two"]
     assert (alignment.msa.dtype, alignment.deletions.dtype) == (np.int8, np.int32)
     assert rows(parse_a3m(A3M.replace(b"\n", b"\r\n"), "x.a3m")) == rows(alignment)
+
+
+@pytest.mark.parametrize("data", [
+    b"#4\t1\n>101\nACDE\n>r\nA-DE\n\0", b">other\nAAA\n\0>101\nACDE\n>r\nA-DE\n\0>last\nCCCC\n",
+    b"\xef\xbb\xbf>101\nACDE*\n>r\nA-\nDE*\n",
+    b">ss_dssp\nCCHH\n>ss_pred P\nCEHC\n>ss_conf P\n0129\n>101\nACDE\n>Consensus\nacde\n>sa_dssp\n12??\n>r\nA-DE\n",
+    b"# STOCKHOLM 1.0\n#=GF ID q\n\n101/1-4 AC\n#=GR 101/1-4 PP 9*\nr/2-9 A-\n#=GC RF xx\n\n101/1-4 DE\nr/2-9 DE\n#=GC RF xx\n//\n",
+], ids=["NUL at the end", "blocks", "byte order mark, stops", "annotations", "Stockholm in a3m"])  # fmt: skip
+def test_alignments_of_other_programs_are_read(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "hits.a3m"
+    for content in (data, gzip.compress(data)):         # gzip without .gz
+        path.write_bytes(content)
+        assert rows(read_alignments(path, "ACDE")) == ["ACDE", "A-DE"]
+
+
+def test_empty_files_are_searches_without_hits_and_names_with_a_dot_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alignments._tell_empty, "__defaults__", ([],))
+    for name, data in {"._b.a3m": b"\0\5\x16\7", "a.a3m": b"", "b.a3m": b">q\nACDE\n", "c.sto": b"\n"}.items():
+        (tmp_path / name).write_bytes(data)
+    for _ in range(2):
+        assert rows(read_alignments(tmp_path)) == ["ACDE"]
+    assert caplog.messages == [f"{tmp_path}/a.a3m: empty, a search without hits; other such files are not named"]
+    (tmp_path / "b.a3m").write_bytes(b"")
+    with pytest.raises(DataError, match="a.a3m: empty, as are all 3 files"):
+        read_alignments(tmp_path)
 
 
 def test_columns_where_the_query_has_a_gap_are_insertions() -> None:
@@ -69,7 +97,9 @@ def test_a_hit_has_the_indices_of_both_sequences() -> None:
 @pytest.mark.parametrize(("parse", "data", "message"), [
     (parse_a3m, b"", "line 1: empty"),
     (parse_a3m, b">q\nACDE\n>r s\nACkE\n", "line 3: row 'r s' has 3 columns .lower-case letters aside., expected 4"),
-    (parse_a3m, b">q\nACDE\n>r\nAC\nD*\n", r"line 5, column 2: '\*', expected letters"),
+    (parse_a3m, b">q\nACDE\n>r\nAC\nD?\n", r"line 5, column 2: '\?', expected letters"),
+    (parse_a3m, b">q\nACDE\n>r\nAC*\nDE\n", r"line 3: row 'r' has a stop \('\*'\) before its end"),
+    (parse_a3m, b"<html>\n>q\nACDE\n", "line 1: '<html>' before any line with '>'; expected A3M .it seems to be an HTML page."),
     (parse_stockholm, b">q\nACDE\n", "line 1: '>q', expected '# STOCKHOLM 1.0'"),
     (parse_stockholm, STO.replace(b"one   cG..EKK\n", b""), "line 5: row 'one', .* has 5 columns in all, expected 12"),
     (parse_stockholm, STO.replace(b"DFFFE--", b"DF7FE--"), "line 10, column 9: '7'"),

@@ -10,7 +10,7 @@ import pytest
 
 from hpcai.errors import DataError, MissingExtraError
 from hpcai.models.openfold.residues import ATOM_TYPES, RESTYPES
-from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
+from hpcai.models.openfold.structures import Chain, read_mmcif, read_structure, write_structure
 from tests.reference_data import DATA
 
 gemmi = pytest.importorskip("gemmi", reason="gemmi is not installed: structures are NOT tested")
@@ -26,6 +26,15 @@ def entry(atoms: str, residues: str = "ALA GLY", canonical: str = "?") -> str:
     rows = [f"1 {number} {name}" for number, names in enumerate(residues.split(), 1) for name in names.split("/")]
     lines = [f"ATOM {' '.join(atom.split())}" for atom in atoms.replace("\n", " / ").split(" / ") if atom.strip()]
     return HEAD.format(canonical=canonical, residues="\n".join(rows)) + "\n".join(lines) + "\n"
+
+
+def pdb(*residues: str) -> str:
+    """Return PDB records of chain A. A residue has: number and insertion code, name, x of its N."""
+    split = [residue.split() for residue in residues]
+    atoms = [(f"{number} "[:5] if number[-1] != "A" else number, name, float(x) + 1.2 * k, atom)
+             for number, name, x in split for k, atom in enumerate(("N", "CA", "C"))]  # fmt: skip
+    return "".join(f"HETATM{n:5d}  {atom:3} {name:>3} A{number:>5}   {x:8.3f}   0.000   0.000  1.00 {n:5.2f}\n"
+                   for n, (number, name, x, atom) in enumerate(atoms, 1))  # fmt: skip
 
 
 def read(folder: Path, text: str, chain: str | None = "H") -> Chain:
@@ -74,10 +83,16 @@ def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("text", "chain", "message"), [
-    (entry(SMALL)[:-3], None, r"not a complete mmCIF file: \d+:.*Wrong number of values in loop _atom_site"),
+    (entry(SMALL)[:-3], None, r"not a complete file: \d+:.*Wrong number of values in loop _atom_site"),
     (entry(SMALL), "A", "chain 'A' is not there; the protein chains are H"),
     (entry(SMALL + "\nA H 1 GLY N . 1 2 3 1 1 1"), None, "residue 1 of chain 1abc_H is GLY in _atom_site and ALA in _ent"),
     (entry(SMALL + "\nA H 1 ALA N . 1 nan 3 1 1 1"), None, r"atom N of residue 1 of chain 1abc_H is at \['1', 'nan', '3'\]"),
+    ("<!DOCTYPE html>", None, "neither mmCIF nor PDB with atoms .it seems to be an HTML page.; leave it out"),
+    (">q\nAC\n", None, ".it seems to be FASTA or A3M.; leave it out"),
+    ("data_r1abcsf\n_cell.length_a 1\n", None, "no atoms ._atom_site. in 1 blocks of mmCIF; leave it out"),
+    (pdb("1 ALA 0").replace("   1.200", "********"), None, r"line 2: an atom is at '\*{8}   0.000   0.000', expected three"),
+    (pdb("1 MET 0", "9999 GLY 9", "2 GLY 30", "9 ALA 99"), None, "A skip 10,003 residues before 9 ALA, expected 9,999"),
+    ("SEQRES   1 A    2  ALA MET\n" + pdb("1 MET 0", "2 GLY 3.7"), None, "residue 2 GLY of chain A is not in SEQRES"),
 ])  # fmt: skip
 def test_a_broken_file_raises(tmp_path: Path, text: str, chain: str | None, message: str) -> None:
     with pytest.raises(DataError, match=f"^{tmp_path}/1abc.cif: .*{message}"):
@@ -88,6 +103,44 @@ def test_without_gemmi_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "gemmi", None)
     with pytest.raises(MissingExtraError, match=r"hpcai-suite\[openfold\]"):
         read_mmcif(tmp_path / "1abc.cif")
+
+
+CHAIN = pdb("5 MET 0", "6 MSE 3.7", "6A GLY 7.4", "9 LYS 20", "20 VAL 23.7") + "TER\n" + pdb("90 GOL 50", "91 HOH 60")
+RECORDS = ("EXPDTA    SOLUTION NMR\nREVDAT   2   01-JAN-03 1ABC    1\nREVDAT   1   17-FEB-99 1ABC    0\n"
+           "REMARK   2 RESOLUTION.    2.10 ANGSTROMS.\nSEQRES   1 A    8  ALA MET MSE GLY SER SER LYS VAL\n")  # fmt: skip
+
+
+def test_pdb_files_have_their_seqres_or_the_residues_of_their_atoms(tmp_path: Path) -> None:
+    for name, data in {
+        "pdb1abc.ent": CHAIN.encode(), "1abc.pdb": b"\xef\xbb\xbf" + CHAIN.replace("\n", "\r\n").encode(),
+        "1abc.cif": gzip.compress(CHAIN.encode()), "1abc.pdb.gz": gzip.compress(b"MODEL 1\n%bENDMDL\nMODEL 2\n" % CHAIN.encode()),
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(data)
+        entry = read_structure(tmp_path / name)
+        chain = entry.chains["A"]
+        assert (chain.name, chain.sequence) == ("1abc_A", "MMGXXKV"), "2 of 7 and 8; 10 to 19 are bonded, so that none is missing"
+        assert chain.mask.sum(1).tolist() == [3, 3, 3, 0, 0, 3, 3] and chain.bfactors[0, N] == 1
+        assert chain.positions[6, N, 0] == np.float32(23.7)
+        assert entry.notes == (f"{tmp_path}/{name}: chain A has no sequence: its 5 residues with atoms, 2 X by their numbers",)
+    (tmp_path / "1abc.pdb").write_text(RECORDS + CHAIN)
+    chain = read_structure(tmp_path / "1abc.pdb").chains["A"]
+    assert (chain.sequence, chain.resolution, chain.release, chain.method) == ("AMMGSSKV", 2.1, date(1999, 2, 17), "solution nmr")
+    assert chain.mask.sum(1).tolist() == [0, 3, 3, 3, 0, 0, 3, 3]
+
+
+def test_mmcif_without_sequences_has_the_residues_of_its_atoms(tmp_path: Path) -> None:
+    (tmp_path / "1abc.pdb").write_text(CHAIN)
+    gemmi.read_structure(str(tmp_path / "1abc.pdb")).make_mmcif_document(gemmi.MmcifOutputGroups(False, atoms=True)).write_file(
+        str(tmp_path / "1abc.cif"))  # fmt: skip
+    one, other = (read_structure(tmp_path / f"1abc.{kind}").chains["A"] for kind in ("pdb", "cif"))
+    assert one.sequence == other.sequence == "MMGXXKV" and np.array_equal(one.positions, other.positions)
+    whole = entry(SMALL)
+    asym, atoms = "loop_\n_struct_asym.id\n_struct_asym.entity_id\nA 1\nB 2\nC 3\n", entry("A H 2 GLY N . 1 2 3 1 10 1")
+    assert read(tmp_path, atoms.replace(asym, "").replace("pdbx_PDB_model_num", "label_entity_id")).sequence == "AG"
+    first = read(tmp_path, "data_global\n_journal.year 2000\n" + whole)
+    assert first.sequence == "AG" and np.array_equal(first.positions, read(tmp_path, whole).positions)
+    read(tmp_path, whole + whole.replace("data_1ABC", "data_2ABC"))
+    assert "2 blocks with atoms, the first" in read_structure(tmp_path / "1abc.cif").notes[0]
 
 
 def predicted() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -101,6 +154,8 @@ def predicted() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def test_a_prediction_is_read_again_by_gemmi(tmp_path: Path, suffix: str) -> None:
     aatype, positions, mask, plddt = predicted()
     write_structure(tmp_path / f"p{suffix}", aatype, positions, mask, plddt, chain="Q")
+    ours = read_structure(tmp_path / f"p{suffix}").chains["Q"]
+    assert np.array_equal(ours.mask[:20], mask[:20]) and np.allclose(ours.bfactors, plddt[:, None] * ours.mask, atol=0.01)
     chain = gemmi.read_structure(str(tmp_path / f"p{suffix}"))[0]["Q"]
     assert [residue.seqid.num for residue in chain] == [index + 1 for index in range(21) if index != 3]
     for residue in chain:
