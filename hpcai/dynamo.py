@@ -1,4 +1,4 @@
-"""Functions that ``torch.compile`` does not trace, such as communication.
+"""Functions that ``torch.compile`` does not trace, such as communication; and whether the compiler or ``torch.func`` is at work.
 
 ``torch.compiler.disable`` imports the compiler, which costs every process a second and 10,000 file operations, though most never
 compile. This decorator imports nothing.
@@ -11,8 +11,32 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from hpcai.errors import ConfigError
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` (grad, vmap, jvp) is active, outside of ``torch.compile``."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def needs_plain_derivatives() -> bool:
+    """Whether ``torch.compile`` is tracing, or ``torch.func`` does more than the one grad that DimeNet++ takes for its forces."""
+    if torch.compiler.is_compiling() or (innermost := torch._C._functorch.peek_interpreter_stack()) is None:
+        return torch.compiler.is_compiling()
+    return innermost.level() > 1 or innermost.key() != torch._C._functorch.TransformType.Grad
+
+
+class UntransformedFunction(torch.autograd.Function):
+    """A function that communicates or rounds to FP8. Transforms of ``torch.func`` raise ConfigError."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if is_transformed():
+            raise ConfigError(f"torch.func cannot transform {cls.__name__}; transform a model without parallelize and FP8")
+        return super().apply(*args)
 
 
 def disable_dynamo(function: Callable[P, R]) -> Callable[P, R]:

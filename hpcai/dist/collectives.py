@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpcai.dist.mesh import Axis
+from hpcai.dynamo import UntransformedFunction
 from hpcai.errors import HpcaiError
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ def all_reduce(value: Tensor, *axes: Axis, identity_backward: bool = False) -> T
     return _AllReduce.apply(value, axes, identity_backward) if axes else value
 
 
-class _AllReduce(torch.autograd.Function):
+class _AllReduce(UntransformedFunction):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axes: tuple[Axis, ...], identity_backward: bool) -> Tensor:
         ctx.axes, ctx.identity_backward = axes, identity_backward
@@ -54,7 +55,7 @@ def sum_once(value: Tensor, ranks: int) -> Tensor:
     return _SumOnce.apply(value, ranks)
 
 
-class _SumOnce(torch.autograd.Function):
+class _SumOnce(UntransformedFunction):
     @staticmethod
     def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks

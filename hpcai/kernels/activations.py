@@ -19,7 +19,7 @@ _A, _B = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715  # ge
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer 2020); on CUDA by one kernel for each pass (``activations_triton``)."""
-    if torch.compiler.is_compiling():
+    if triton_support.needs_plain_ops():
         return reference_swiglu(gate, up)
     if triton_support.is_supported(gate) and gate.dtype == up.dtype and gate.dtype in (torch.bfloat16, torch.float32):
         from hpcai.kernels import activations_triton
@@ -35,7 +35,7 @@ def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def geglu(x: Tensor) -> Tensor:
     """Return value * gelu(gate) (Shazeer 2020), with the exact GELU, of the halves of the last dim.   [..., 2 C] -> [..., C]"""
-    return reference_geglu(x) if torch.compiler.is_compiling() else _GEGLU.apply(x)
+    return reference_geglu(x) if triton_support.needs_plain_ops() else _GEGLU.apply(x)
 
 
 def reference_geglu(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def gelu(x: Tensor) -> Tensor:
 
     On a GPU this is torch's operation. On a CPU it is computed as x times a sigmoid, in two thirds of the time of torch 2.13.
     """
-    if torch.compiler.is_compiling() or not triton_support.on_cpu(x) or x.dtype not in _WIDE:
+    if triton_support.needs_plain_ops() or not triton_support.on_cpu(x) or x.dtype not in _WIDE:
         return F.gelu(x, approximate="tanh")
     return _GELU.apply(x)
 

@@ -27,7 +27,7 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
         from hpcai.kernels import attention_triton  # torch.compile traces an import statement, and no import_module
 
         return attention_triton.gated_attention(qkvg, gate_bias, mask, bias)
-    if torch.compiler.is_compiling():
+    if triton_support.needs_plain_ops():
         return reference(qkvg, gate_bias, mask, bias)
     return _Attention.apply(qkvg, gate_bias, mask, bias)
 

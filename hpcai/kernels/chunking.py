@@ -20,7 +20,7 @@ def map_chunks(
 ) -> Tensor:  # fmt: skip
     """Call ``function`` with slices of ``range(count)``, and concatenate the results along ``dim``.
 
-    With gradients, which need all intermediate tensors, and under ``torch.compile`` there is one slice.
+    With gradients, which need all intermediate tensors, ``torch.compile`` and ``torch.func`` there is one slice.
 
     Args:
         x: A tensor on the device of the computation.
@@ -28,7 +28,7 @@ def map_chunks(
         cpu_bytes: Memory of a chunk on a CPU, in bytes.
         multiple: Slices have multiples of so many items.
     """
-    unchunked = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    unchunked = torch.is_grad_enabled() or triton_support.needs_plain_ops()
     step = count if unchunked else max(chunk_size(x, item_bytes, cpu_bytes) // multiple, 1) * multiple
     if step >= count:
         return function(slice(0, count))

@@ -10,7 +10,7 @@ from hpcai.kernels import triton_support
 
 def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return x * sigmoid(g) * mask; on CUDA by one kernel for each pass (``gates_triton``). ``mask`` is broadcast to ``x``."""
-    if torch.compiler.is_compiling():
+    if triton_support.needs_plain_ops():
         return reference(x, g, mask)
     if _fused(x, g):
         from hpcai.kernels import gates_triton
@@ -27,7 +27,7 @@ def _fused(x: Tensor, g: Tensor) -> bool:
 
 def glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return ``gate`` of the halves of one tensor along dim 1. Its gradient is one tensor, too.   [B, 2 C, ...] -> [B, C, ...]"""
-    if torch.compiler.is_compiling():
+    if triton_support.needs_plain_ops():
         return reference_glu_halves(xg, mask)
     x, g = xg.chunk(2, 1)
     if _fused(x, g):

@@ -1,11 +1,14 @@
 """Grouped-query attention (Ainslie et al. 2023): neighbouring query heads share one head of keys and values."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hpcai.dynamo import is_transformed, needs_plain_derivatives
 from hpcai.kernels import triton_support
 
 
@@ -18,7 +21,9 @@ def grouped_query_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, c
     if enable_gqa and not _supports_gqa(q, mask):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         enable_gqa = False
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=enable_gqa)
+    # Under torch.func only torch's plain attention has second and forward derivatives.
+    with sdpa_kernel(SDPBackend.MATH) if is_transformed() and needs_plain_derivatives() else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=enable_gqa)
 
 
 def _supports_gqa(q: Tensor, mask: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpcai.kernels.chunking import chunk_size
+from hpcai.kernels.triton_support import needs_plain_ops
 
 _CPU = 8 << 20  # bytes of the outer products of a chunk on a CPU
 
@@ -21,7 +22,7 @@ def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Ten
     Shape:
         a [B, S, I, A], b [B, S, J, A], weight [C, A * A] with the channels of a outside, bias [C], count [B, I, J] -> [B, I, J, C]
     """
-    if torch.compiler.is_compiling():
+    if needs_plain_ops():
         return reference(a, b, weight, bias, count)
     device = a.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.dtype

@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, autocast_output: bool
     dtype = _autocast_dtype(x) if autocast_output else x.dtype
     if _is_small(x, weight):
         return (x * _rstd(x, eps, x.dtype)).mul_(weight).to(dtype)
-    if torch.compiler.is_compiling():
+    if triton_support.needs_plain_ops():
         return reference(x, weight, eps).to(dtype)
     if _fused(x):
         from hpcai.kernels import rmsnorm_triton
@@ -45,8 +45,8 @@ def reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 def _is_small(x: Tensor, weight: Tensor) -> bool:
     """Whether these are few tokens on a CPU without gradients, where most of the time is that of starting operations. The result
     has the same bits with gradients."""
-    small = not torch.is_grad_enabled() and x.numel() <= _SMALL and triton_support.on_cpu(x) and not torch.compiler.is_compiling()
-    return small and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
+    small = not torch.is_grad_enabled() and x.numel() <= _SMALL and x.dtype == weight.dtype and triton_support.on_cpu(x)
+    return small and x.dtype in (torch.float32, torch.float64) and not triton_support.needs_plain_ops()
 
 
 def _fused(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 
     Shape: q [B, H, T, D], k [B, H or fewer, T, D], of any strides; cos and sin [B or 1, T, D]: those of the D / 2 pairs, twice
     """
-    if torch.compiler.is_compiling():
+    if triton_support.needs_plain_ops():
         return reference(q, cos, sin, interleaved), reference(k, cos, sin, interleaved)
     if triton_support.is_supported(q) and q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float32):
         from hpcai.kernels import rotary_triton

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcai.kernels.triton_support import needs_plain_ops
+
 
 def triangle_multiplication(ab: Tensor, outgoing: bool) -> Tensor:
     """Return the sum over k of a_ik b_jk if ``outgoing``, else of a_ki b_kj.
 
     Shape: ab [B, 2 C, I, K], or [B, 2 C, K, I]: the channels of a, then those of b -> [B, C, I, I]
     """
-    if torch.compiler.is_compiling():
+    if needs_plain_ops():
         return reference(ab, outgoing)
     return _TriangleMultiplication.apply(ab, outgoing)
 

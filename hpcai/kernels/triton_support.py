@@ -11,6 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hpcai.dynamo import is_transformed
+
 
 def missing_requirement() -> str | None:
     """Return what must be installed before Triton can compile kernels, or None if nothing is missing."""
@@ -30,8 +34,14 @@ PLANNED = False
 
 
 def is_supported(x: Any) -> bool:
-    """Whether Triton kernels can read ``x``: it is a GPU tensor, and kernels can be compiled."""
-    return MISSING is None and on_gpu(x)
+    """Whether Triton kernels can read ``x``: it is a GPU tensor, and kernels can be compiled. ``torch.func`` transforms none."""
+    return MISSING is None and on_gpu(x) and not is_transformed()
+
+
+def needs_plain_ops() -> bool:
+    """Whether only operations of torch that return new tensors are supported: ``torch.compile``, which fuses them, traces them, or
+    ``torch.func`` transforms them, and knows neither functions of ours nor memory formats nor writes into tensors."""
+    return torch.compiler.is_compiling() or is_transformed()
 
 
 def on_gpu(x: Any) -> bool:

@@ -33,7 +33,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tens
     ``documents``: The document of each token, integers that do not decrease along a row.
     Shape: q [B, H, T, D]; k and v [B, H or a divisor of it, S, D]; documents [B, S] -> [B, H, T, D]
     """
-    if len(q) and q.shape[2] == k.shape[2] > 1 and not torch.compiler.is_compiling():
+    if len(q) and q.shape[2] == k.shape[2] > 1 and not triton_support.needs_plain_ops():
         if triton_support.on_cpu(q) and not k.is_meta and documents.device.type == "cpu":
             return _per_document(q, k, v, documents)
         if triton_support.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] in _HEAD_DIMS and _HAS_VARLEN:

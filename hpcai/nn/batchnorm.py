@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.dynamo import disable_dynamo
+from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.kernels import batchnorm
-from hpcai.kernels.triton_support import on_gpu
+from hpcai.kernels.triton_support import needs_plain_ops, on_gpu
 
 
 def is_local(all_reduce: nn.Module) -> bool:
@@ -32,13 +32,13 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(x)
-        local, compiling = is_local(self.all_reduce), torch.compiler.is_compiling()
-        if not local and compiling:
+        local, plain = is_local(self.all_reduce), needs_plain_ops()
+        if not local and torch.compiler.is_compiling():
             return self._fused_eager(x, residual)
-        if not local or (on_gpu(x) and not compiling):
+        if not local or (on_gpu(x) and not plain):
             return self._fused(x, residual)
         y = super().forward(x)  # on a CPU torch's is as fast, and the compiler fuses the rest itself
-        if compiling:
+        if plain:
             y = y if residual is None else y + residual.to(y.dtype)
             return F.relu(y) if self.relu else y
         y = y if residual is None else y.add_(residual)
@@ -80,7 +80,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"input has shape {list(input.shape)}; expected [B, {self.num_features}, ...]")
 
 
-class Normalise(torch.autograd.Function):
+class Normalise(UntransformedFunction):
     """Normalisation with the statistics of ``samples`` samples (1: the batch as one) and ``group`` neighbouring channels; residual
     sum and activation. There is one all-reduce in the forward pass and one in the backward pass, whatever the batch."""
 

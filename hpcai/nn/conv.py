@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.kernels.triton_support import on_cpu
+from hpcai.dynamo import is_transformed
+from hpcai.kernels.triton_support import needs_plain_ops, on_cpu
 
 # torch dispatches a convolution of one float32 volume to oneDNN only if B*C*D*H is larger than this (2.11 to 2.13), and otherwise
 # unrolls it (im2col) into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).
@@ -22,11 +23,13 @@ Triple = tuple[int, ...]
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Return ``x`` [B, C, D, H, W] in channels-last memory, with its strides also for one channel: otherwise torch takes such a
-    volume for contiguous, and makes every result of it contiguous."""
-    if x.shape[1] == 1 and x.is_contiguous():
+    """Return ``x`` [B, C, ...] in channels-last memory, a volume with its strides also for one channel: otherwise torch takes it
+    for contiguous, and makes every result of it contiguous. Under ``torch.func``, whose vmap knows no such memory, return ``x``."""
+    if is_transformed():
+        return x
+    if x.ndim == 5 and x.shape[1] == 1 and x.is_contiguous():
         return x[:, 0, ..., None].permute(0, 4, 1, 2, 3)
-    return x.contiguous(memory_format=torch.channels_last_3d)
+    return x.contiguous(memory_format=torch.channels_last if x.ndim == 4 else torch.channels_last_3d)
 
 
 def conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple = (1, 1, 1), padding: Triple = (0, 0, 0),
@@ -37,7 +40,7 @@ def conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple
     """
     if _leaves_grad_weight_unwritten(x, weight):
         return _in_float32(F.conv3d, x, weight, bias, stride, padding, dilation, groups)
-    if on_cpu(x) and x.ndim == 5 and groups == 1 and not torch.compiler.is_compiling():
+    if on_cpu(x) and x.ndim == 5 and groups == 1 and not needs_plain_ops():
         if weight.shape[2:].numel() == 1 and not any(padding) and x.is_contiguous(memory_format=torch.channels_last_3d):
             d, h, w = stride
             return F.linear(_channels_to_end(x[:, :, ::d, ::h, ::w]), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)
@@ -62,8 +65,8 @@ def conv_transpose3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
         and not any(output_padding)
         and set(dilation) == {1}
         and groups == 1
+        and not needs_plain_ops()
         and x.is_contiguous(memory_format=torch.channels_last_3d)
-        and not torch.compiler.is_compiling()
     ):
         (batch, _, *sizes), (a, b, c), outputs = x.shape, kernel, weight.shape[1]
         y = F.linear(_channels_to_end(x), _channels_to_end(weight).flatten(1).t(), None if bias is None else bias.repeat(a * b * c))
@@ -244,7 +247,7 @@ class Conv2d(nn.Conv2d):
             and self.kernel_size == (1, 1)
             and self.padding == (0, 0)
             and self.groups == 1
-            and x.is_contiguous(memory_format=torch.channels_last)
+            and (is_transformed() or x.is_contiguous(memory_format=torch.channels_last))
         )
 
 
@@ -270,8 +273,8 @@ def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
         and conv.padding_mode == "zeros"
         and not isinstance(conv.padding, str)
         and not torch.is_autocast_enabled("cpu")
+        and not needs_plain_ops()
         and x.is_contiguous(memory_format=torch.channels_last)
-        and not torch.compiler.is_compiling()
     )
 
 

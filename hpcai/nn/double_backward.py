@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcai.dynamo import needs_plain_derivatives
+
 
 class _SiLU(torch.autograd.Function):
     @staticmethod
@@ -46,4 +48,4 @@ def silu(x: Tensor) -> Tensor:
 
     Under ``torch.compile`` it is torch's: there the second derivative of a custom autograd function is wrong (torch 2.13).
     """
-    return torch.nn.functional.silu(x) if torch.compiler.is_compiling() else _SiLU.apply(x)
+    return torch.nn.functional.silu(x) if needs_plain_derivatives() else _SiLU.apply(x)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.dynamo import disable_dynamo
+from hpcai.dynamo import disable_dynamo, is_transformed
 from hpcai.kernels.batchnorm import ACTIVATIONS, apply_activation, in_channels_last
-from hpcai.kernels.triton_support import on_gpu
+from hpcai.kernels.triton_support import needs_plain_ops, on_gpu
 from hpcai.nn.batchnorm import Normalise, is_local
 
 
@@ -39,14 +39,15 @@ class PerSampleNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim < 2 or x.shape[1] != self.channels:
             raise ValueError(f"input has shape {list(x.shape)}; expected [B, {self.channels}, ...]")
-        local, compiling = is_local(self.all_reduce), torch.compiler.is_compiling()
+        local, plain = is_local(self.all_reduce), needs_plain_ops()
         if not local:
-            return self._fused_eager(x) if compiling else self._fused(x)
+            return self._fused_eager(x) if torch.compiler.is_compiling() else self._fused(x)
         self._check_count(x, 1)
-        if compiling or self._prefers_torch(x):  # the compiler fuses the rest itself
+        if plain or self._prefers_torch(x):  # the compiler fuses the rest itself
+            x = x.contiguous() if is_transformed() else x  # for vmap
             wide = x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype))
-            y = F.group_norm(wide if compiling else x, self.channels // self.group, self.weight, self.bias, self.eps).to(x.dtype)
-            return apply_activation(y, self.activation, self.slope, inplace=not compiling and self.activation != "silu")
+            y = F.group_norm(wide if plain else x, self.channels // self.group, self.weight, self.bias, self.eps).to(x.dtype)
+            return apply_activation(y, self.activation, self.slope, inplace=not plain and self.activation != "silu")
         return self._fused(x)
 
     def _prefers_torch(self, x: Tensor) -> bool:

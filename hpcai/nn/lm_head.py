@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.dynamo import disable_dynamo
+from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.kernels.chunking import chunk_size
+from hpcai.kernels.triton_support import needs_plain_ops
 
 IGNORE_INDEX = -1  # a target that does not count
 _CPU = 8 << 20  # bytes of the logits of a chunk on a CPU
@@ -62,11 +63,15 @@ class LMHead(nn.Linear):
         device, weight = hidden.device.type, self.weight
         if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # autocast does not see a custom function
             hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
-        loss = _ChunkedCrossEntropy.apply(hidden, weight, targets, self.vocab)
+        if needs_plain_ops() and type(self.vocab) is VocabShard:
+            logits = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).log_softmax(-1)
+            loss = -logits.gather(-1, targets.clamp(0, len(weight) - 1)[..., None])[..., 0].where(targets != IGNORE_INDEX, 0)
+        else:
+            loss = _ChunkedCrossEntropy.apply(hidden, weight, targets, self.vocab)
         return loss.masked_fill((targets != IGNORE_INDEX) & ((targets < 0) | (targets >= self.out_features)), torch.nan)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _ChunkedCrossEntropy(UntransformedFunction):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab: VocabShard) -> Tensor:
         full = vocab.gather_hidden(hidden)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcai.dynamo import disable_dynamo
+from hpcai.dynamo import UntransformedFunction, disable_dynamo, is_transformed
 from hpcai.errors import ConfigError
 from hpcai.kernels.float8 import quantize, scaled_mm
 
@@ -168,14 +168,17 @@ def _forward(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
 def _apply_matmul(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
     matmul = linears[0].matmul
     operands = [operand for linear in linears for operand in matmul.operands_of(linear)]
-    ys = _FusedMatmul.apply(cast_to_autocast(x), matmul, linears[0].sequence_shard, *operands)
+    if is_transformed() and type(matmul) is not Float8Matmul and type(linears[0].sequence_shard) is SequenceShard:
+        ys, _ = matmul.outputs(cast_to_autocast(x), operands)
+    else:
+        ys = _FusedMatmul.apply(cast_to_autocast(x), matmul, linears[0].sequence_shard, *operands)
     return tuple(linear.finish(y) for linear, y in zip(linears, ys))
 
 
 _untraced = disable_dynamo(_apply_matmul)
 
 
-class _FusedMatmul(torch.autograd.Function):
+class _FusedMatmul(UntransformedFunction):
     """In the backward pass, the input is gathered again while its gradient is computed, and its gradient is reduced while those of
     the weights are computed."""
 

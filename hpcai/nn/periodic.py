@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpcai.dynamo import is_transformed
 from hpcai.nn.conv import Conv2d, Conv3d
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -18,6 +20,8 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def circular_pad(x: Tensor, dims: Sequence[int]) -> Tensor:
     """Pad ``x`` [B, C, ...] circularly by one element on both sides of ``dims``, in channels-last memory, which ``F.pad`` would not
     keep."""
+    if is_transformed():
+        return F.pad(x, [int(dim in dims) for dim in range(x.ndim - 1, 1, -1) for _ in range(2)], "circular")
     padded: Tensor = _CircularPad.apply(x, tuple(dims)) if dims else x
     return padded
 

@@ -15,16 +15,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hpcai.dynamo import is_transformed
+from hpcai.kernels.triton_support import needs_plain_ops
 
 _Registry = dict[int, tuple[Tensor, "_Recomputation", int]]
 _registry: ContextVar[_Registry | None] = ContextVar("recompute_cheap", default=None)
+
+
+def run_block(block: Callable[..., Any], recompute: str, *args: Any) -> Any:
+    """Return ``block(*args)``, of which the backward pass recomputes all ("layers"), cheap functions ("selective") or nothing.
+    Under ``torch.func``, which has no hooks of saved tensors, it is nothing. Reentrant checkpoints break under data parallelism."""
+    if recompute == "layers" and torch.is_grad_enabled() and not is_transformed():
+        return checkpoint(block, *args, use_reentrant=False)
+    with recompute_cheap(recompute == "selective"):
+        return block(*args)
 
 
 def cheap(function: Callable[..., Any], *args: Any) -> Any:
     """Return ``function(*args)``, a tensor or a tuple of tensors. Inside ``recompute_cheap`` the backward pass recomputes it. The
     function must not draw random numbers, and its own backward pass must not need its results."""
     outputs = function(*args)
-    if not torch.compiler.is_compiling() and (registry := _registry.get()) is not None:
+    if not needs_plain_ops() and (registry := _registry.get()) is not None:
         recomputation = _Recomputation(function, args)
         for index, x in enumerate(outputs if isinstance(outputs, tuple) else (outputs,)):
             registry[x.untyped_storage()._cdata] = x, recomputation, index
@@ -34,8 +47,8 @@ def cheap(function: Callable[..., Any], *args: Any) -> Any:
 @contextmanager
 def recompute_cheap(enabled: bool = True) -> Iterator[None]:
     """Context manager: results of functions called by ``cheap`` are recomputed in the backward pass instead of being saved. It has
-    no effect without gradients and under ``torch.compile``, which chooses itself."""
-    if not enabled or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    no effect without gradients, under ``torch.compile``, which chooses itself, and under transforms of ``torch.func``."""
+    if not enabled or not torch.is_grad_enabled() or needs_plain_ops():
         yield
         return
     registry: _Registry = {}  # holds the results until the exit, so that no other tensor can have their memory

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 
 from hpcai.dist.collectives import ReduceScatter, all_gather, all_to_all, get_backend, sum_once
 from hpcai.dist.mesh import Axis
-from hpcai.dynamo import disable_dynamo
+from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.errors import DataError
 from hpcai.nn.seam import Seam
 
@@ -188,7 +188,7 @@ class PendingCollective(NamedTuple):
     collective: AsyncCollective
 
 
-class _Begin(torch.autograd.Function):
+class _Begin(UntransformedFunction):
     """The backward pass runs the ready node that was created last: nodes created between the two halves run between
     ``_Finish.backward`` and ``_Begin.backward``, in the same order on every rank."""
 
@@ -204,7 +204,7 @@ class _Begin(torch.autograd.Function):
         return ctx.collective.wait(), None
 
 
-class _Finish(torch.autograd.Function):
+class _Finish(UntransformedFunction):
     @staticmethod
     def forward(ctx: Any, token: Tensor, collective: AsyncCollective) -> Tensor:
         ctx.collective = collective

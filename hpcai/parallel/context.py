@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.dist.collectives import ReduceScatter, all_gather, all_reduce
 from hpcai.dist.mesh import Axis
-from hpcai.dynamo import disable_dynamo
+from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.errors import DataError
 from hpcai.kernels.grouped_query_attention import grouped_query_attention
 from hpcai.parallel.axial import AxisSeam
@@ -132,7 +132,7 @@ class _GatheredKV:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class _AllGatherKV(torch.autograd.Function):
+class _AllGatherKV(UntransformedFunction):
     @staticmethod
     def forward(ctx: Any, local: Tensor, gathered: _GatheredKV) -> Tensor:
         ctx.gathered = gathered

@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.dist.collectives import get_backend
 from hpcai.dist.mesh import Axis
+from hpcai.dynamo import UntransformedFunction
+from hpcai.kernels.batchnorm import in_channels_last
 from hpcai.nn.conv import conv3d, conv3d_gradients
 
 Range = tuple[int, int]
@@ -97,16 +99,11 @@ def _to_last(x: Tensor) -> Tensor:
     return x.movedim(1, -1)
 
 
-def _is_channels_last(x: Tensor) -> bool:
-    memory_format = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
-    return x.ndim in (4, 5) and x.is_contiguous(memory_format=memory_format)
-
-
 def _empty_like(x: Tensor, dim: int, size: int) -> Tensor:
     """Return an empty tensor like ``x``, in its memory format, with ``size`` elements along ``dim``."""
     shape = list(x.shape)
     shape[dim] = size
-    return _to_last(x).new_empty([*shape[:1], *shape[2:], shape[1]]).movedim(-1, 1) if _is_channels_last(x) else x.new_empty(shape)
+    return _to_last(x).new_empty([*shape[:1], *shape[2:], shape[1]]).movedim(-1, 1) if in_channels_last(x) else x.new_empty(shape)
 
 
 class PendingExchange:
@@ -117,7 +114,7 @@ class PendingExchange:
         self, x: Tensor, dim: int, axis: Axis, sends: Sequence[tuple[int, Range]], recvs: Sequence[tuple[int, Range]], first: int,
         volume: "CommVolume",
     ) -> None:  # fmt: skip
-        to_layout = _to_last if _is_channels_last(x) else (lambda tensor: tensor)
+        to_layout = _to_last if in_channels_last(x) else (lambda tensor: tensor)
         # gloo sends from host memory only.
         device = torch.device("cpu") if x.is_cuda and get_backend(x.device, axis) == "gloo" else x.device
         self._send_buffers = [to_layout(x.narrow(dim, a - first, b - a)).contiguous().to(device) for _, (a, b) in sends]
@@ -181,7 +178,7 @@ def assemble(x: Tensor, slices: Sequence[Tensor], plan: HaloPlan, fill: float = 
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-class HaloExchange(torch.autograd.Function):
+class HaloExchange(UntransformedFunction):
     """Exchange halos; the backward pass sums gradients on the ranks that hold the indices.
     Shape: x [.., held, ..] -> [.., pad_before + needed + pad_after, ..]"""
 
@@ -295,7 +292,7 @@ class ConvArgs:
         return dy
 
 
-class HaloConvolution(torch.autograd.Function):
+class HaloConvolution(UntransformedFunction):
     """A convolution of a sharded volume. ``plans`` exchange the halos that this rank's output needs, the first dim last; with
     ``overlap`` the interior, which needs no halo of it, is convolved meanwhile. ``x`` and the received slices are saved."""
 

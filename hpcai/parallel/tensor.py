@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.mesh import Axis
-from hpcai.dynamo import disable_dynamo
+from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.errors import ConfigError, MeshError
 from hpcai.nn.lm_head import LMHead, VocabShard
 from hpcai.nn.matmul import FusedLinear, LocalResult, Pending, SequenceShard
@@ -230,7 +230,7 @@ class _ParallelSequence(SequenceShard):
         return _start_reduce(gradient, self._axis, self._dim)
 
 
-class _ReduceOutput(torch.autograd.Function):
+class _ReduceOutput(UntransformedFunction):
     """All-reduce partial outputs, or with ``dim`` reduce-scatter them along it. All ranks use the full sum in the same way, so that
     it counts once: the backward pass is the identity, or an all-gather along ``dim``."""
 

@@ -75,15 +75,6 @@ class TestContract(AppContract):
          "init_checkpoint_sha256sum", "train_sequence_crop_size", "num_recycling_iters", "max_msa_clusters", "max_extra_msa",
          "templates_enabled", "max_templates", "swa_decay_rate"],
     )]  # fmt: skip
-    refusals = [
-        ("nan", (), "row 0 of 'positions' holds NaN or infinity"),
-        ("letter", (), "letters int8 from 30 to 30"), ("query", (), "is it of another chain?"),
-        ("ragged", (), "expected a multiple"), ("counts", (), "'aatype' holds"),
-        ("", ("data.released_until=1970-01-02",), "none of 6 chains is left"), ("", ("data.epoch=2",), "less than one batch of 4"),
-        ("no templates", ("features.templates=2",), "set it to 0"),
-        ("", ("objective.aligned_error=0.1",), "which needs model.heads.tm=true"),
-        ("", ("start.weights=/nowhere.pt",), "/nowhere.pt"), ("", ("data.stage=/tmp", "data.shards=2"), "data.shards is 2"),
-    ]  # fmt: skip
     damage_data = staticmethod(damage_data)
     stop = 4
 

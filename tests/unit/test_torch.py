@@ -13,7 +13,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 # Old names in use by torch's own pages and other libraries, and operations of its optimizers and kernels.
 REQUIRED = {
-    "torch._C.DisableTorchFunction", "torch._foreach_add", "torch._foreach_add_", "torch._foreach_mul",
+    "torch._C.DisableTorchFunction", "torch._C._are_functorch_transforms_active", "torch._C._functorch",
+    "torch._foreach_add", "torch._foreach_add_", "torch._foreach_mul",
     "torch._foreach_norm", "torch._foreach_sub", "torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_",
     "torch._scaled_mm", "torch._dynamo.config.recompile_limit", "torch._dynamo.reset", "torch._dynamo.utils",
     "torch._inductor.config", "torch._subclasses.fake_tensor", "torch.ops.aten._convolution",

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpcai.arrays import describe_fill_values, to_array
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
-from hpcai.nn.conv import Conv3d
+from hpcai.nn.conv import Conv3d, channels_last
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.weights import PretrainedMixin
 
@@ -65,7 +66,7 @@ class CosmoFlow(PretrainedMixin):
         if self.mean is not None and self.mix is not None:
             with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # small differences of large numbers
                 x = ((x.permute(0, 2, 3, 4, 1) - self.mean) @ self.mix).permute(0, 4, 1, 2, 3)
-        x = self.gather_volume(self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d)))
+        x = self.gather_volume(self.conv_seq(channels_last(x)))
         x = x.permute(0, 2, 3, 4, 1).flatten(1)  # [B, D*H*W*F]: Keras's order, and the order in memory
         x = F.dropout(F.leaky_relu(self.dense1(x), NEGATIVE_SLOPE), self.cfg.dropout, self.training)
         x = F.dropout(F.leaky_relu(self.dense2(x), NEGATIVE_SLOPE), self.cfg.dropout, self.training)
@@ -86,7 +87,7 @@ class CosmoFlow(PretrainedMixin):
             raise DataError(f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or a batch of them")
         if not bool(((counts >= 0) & (counts <= MAX_COUNT)).all()):
             bad = counts[~((counts >= 0) & (counts <= MAX_COUNT))]
-            fault = f"{bad[0].item():g}, one of {len(bad):,} invalid values"
+            fault = f"{bad[0].item():g}, one of {len(bad):,} invalid values{describe_fill_values(bad.cpu())}"
             raise DataError(f"volume contains {fault}; expected particle counts per cell, 0 to {MAX_COUNT:g}")
         if cfg.low is None or cfg.high is None:
             raise ConfigError("this model has no physical range of its parameters; construct it with cfg.low and cfg.high")
@@ -99,10 +100,7 @@ class CosmoFlow(PretrainedMixin):
 
 def _to_tensor(volume: Any) -> Tensor:
     """Convert an array to a tensor, in a dtype of torch and native byte order."""
-    try:
-        counts = volume.detach() if isinstance(volume, Tensor) else np.asarray(volume)
-    except ValueError as problem:  # of ragged lists
-        raise DataError(f"volume: {problem}; expected an array of particle counts") from problem
+    counts = volume.detach() if isinstance(volume, Tensor) else to_array(volume, "volume")
     if isinstance(counts, np.ndarray) and counts.dtype.kind in "biuf" and counts.dtype.itemsize <= 8:
         counts = torch.from_numpy(np.ascontiguousarray(counts, np.promote_types(counts.dtype, np.int16)))
     if not isinstance(counts, Tensor) or counts.is_complex():

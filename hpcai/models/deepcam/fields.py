@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcai.arrays import describe_fill_values, to_array
 from hpcai.errors import DataError
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 
@@ -45,10 +46,11 @@ def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[s
     unknown = sorted(set(units or {}) - set(cfg.variables))
     if unknown:
         raise DataError(f"units contains {', '.join(unknown)}; expected names of {', '.join(cfg.variables)}")
+    arrays = [to_array(fields[name], name) for name in cfg.variables]
     columns = []
-    for name, model_unit in zip(cfg.variables, cfg.units):
+    for array, name, model_unit in zip(arrays, cfg.variables, cfg.units):
         unit = (units or {}).get(name) or getattr(fields[name], "attrs", {}).get("units", model_unit)
-        columns.append(_convert_units(name, np.asarray(fields[name]), unit, model_unit))
+        columns.append(_convert_units(name, array, unit, model_unit))
     for name, column in zip(cfg.variables, columns):
         if column.ndim not in (2, 3) or 0 in column.shape or column.shape != columns[0].shape:
             raise DataError(
@@ -56,7 +58,7 @@ def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[s
                 "expected [H, W] or [N, H, W], the same for all and not empty"
             )
     for i, (name, column) in enumerate(zip(cfg.variables, columns)):
-        _check_range(name, column, cfg, i)
+        _check_range(name, column, cfg, i, arrays[i])
     stack = np.stack(columns, -1)
     return stack[None] if stack.ndim == 3 else stack
 
@@ -74,13 +76,14 @@ def _convert_units(name: str, values: NDArray[Any], unit: str, model_unit: str) 
     return ((values.astype(np.float64) + offset) * factor).astype(np.float32)
 
 
-def _check_range(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: int) -> None:
+def _check_range(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: int, raw: NDArray[Any]) -> None:
     bad = ~np.isfinite(values)
     if bad.any():
         rows = np.unique(np.nonzero(bad)[-2])
         where = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
         raise DataError(
-            f"{name}: {bad.sum()} values are not finite, in {where} of {values.shape[-2]}; fill them, or leave these rows out"
+            f"{name}: {bad.sum()} values are not finite, in {where} of {values.shape[-2]}{describe_fill_values(raw)}; "
+            "fill them, or leave these rows out"
         )
     if cfg.low is None or cfg.high is None:
         return
@@ -89,8 +92,8 @@ def _check_range(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: 
     minimum, maximum = float(values.min()), float(values.max())
     if minimum < low - slack or maximum > high + slack:
         raise DataError(
-            f"{name} goes from {minimum:g} to {maximum:g} {cfg.units[i]}, but from {low:g} to {high:g} in training; "
-            f"is it in another unit? pass units={{{name!r}: ...}}"
+            f"{name} goes from {minimum:g} to {maximum:g} {cfg.units[i]}, but from {low:g} to {high:g} in training"
+            f"{describe_fill_values(raw)}; is it in another unit? pass units={{{name!r}: ...}}"
         )
 
 

@@ -16,6 +16,7 @@ from hpcai.errors import ConfigError
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 from hpcai.models.deepcam.fields import pad_fields, stack_fields
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, DivisibleShape
+from hpcai.nn.conv import channels_last
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.weights import PretrainedMixin
 
@@ -179,7 +180,7 @@ class ASPP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scales = [self.get_submodule(f"aspp{i}")(x) for i in (1, 2, 3, 4)]
-        mean = self.global_avg_pool(x).expand(-1, -1, *x.shape[2:]).contiguous(memory_format=torch.channels_last)
+        mean = channels_last(self.global_avg_pool(x).expand(-1, -1, *x.shape[2:]))
         return self.bn(self.conv(torch.cat((*scales, mean), 1)))
 
 
@@ -244,7 +245,7 @@ class DeepCam(PretrainedMixin):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        features, low = self.xception_features(self.check_divisible(x).contiguous(memory_format=torch.channels_last))
+        features, low = self.xception_features(channels_last(self.check_divisible(x)))
         return self.upsample(self.bottleneck(features), self.bn2(self.conv2(low)))
 
     def scaled(self, fields: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.kernels.activations import geglu
-from hpcai.nn.conv import Conv2d, Conv3d
+from hpcai.kernels.grouped_query_attention import grouped_query_attention
+from hpcai.nn.conv import Conv2d, Conv3d, channels_last
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.matmul import fused_linear
@@ -40,11 +41,6 @@ class Space(NamedTuple):
 
 
 # ---- layouts
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """Return x [B, C, ...] in channels-last memory, copied if necessary."""
-    return x.contiguous(memory_format=FORMATS[x.ndim - 2])
 
 
 def to_tokens(x: Tensor) -> Tensor:
@@ -172,7 +168,7 @@ class CoreAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return grouped_query_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 class SpatialAttention(CoreAttention):

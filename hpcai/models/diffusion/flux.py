@@ -21,11 +21,10 @@ from hpcai.models.diffusion.transformer import (
     check_inputs,
     init_weights,
     modulate,
-    run_block,
     split_heads,
 )  # fmt: skip
 from hpcai.nn.matmul import fused_linear
-from hpcai.nn.recompute import cheap
+from hpcai.nn.recompute import cheap, run_block
 from hpcai.nn.rmsnorm import RMSNorm
 from hpcai.nn.weights import PretrainedMixin
 

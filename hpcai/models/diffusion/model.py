@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpcai.arrays import to_array
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion.blocks import resize
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
@@ -160,9 +161,10 @@ class Diffusion(PretrainedMixin):
         if set(values) != set(fields.parameters):
             actual, known = (", ".join(names) or "none" for names in (values, fields.parameters))
             raise DataError(f"parameters {actual}; the model was trained on {known}; give each of these")
-        columns = [torch.atleast_1d(torch.as_tensor(values[name], dtype=torch.float64)) for name in fields.parameters]
+        arrays = (torch.as_tensor(to_array(values[name], name), dtype=torch.float64) for name in fields.parameters)
+        columns = torch.broadcast_tensors(*map(torch.atleast_1d, arrays))
         low, high = (torch.tensor(ends, dtype=torch.float64) for ends in (fields.low, fields.high))
-        return (2 * (torch.stack(torch.broadcast_tensors(*columns), 1) - low) / (high - low) - 1).float()
+        return (2 * (torch.stack(columns, 1) - low) / (high - low) - 1).float()
 
     def _check_condition(self, condition: Condition, shape: tuple[int, ...]) -> None:
         """Raise DataError for a coarse field that does not fit ``shape``, and log a warning for parameters out of range."""

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
+from hpcai.kernels.grouped_query_attention import grouped_query_attention
 from hpcai.kernels.layernorm import _autocast_dtype
+from hpcai.kernels.triton_support import needs_plain_ops
 from hpcai.models.diffusion.condition import Condition
-from hpcai.nn.recompute import cheap, recompute_cheap
+from hpcai.nn.recompute import cheap
 
 TIME_CHANNELS = 256  # of the sinusoidal embedding of times
 _ZERO_INIT, _EMBEDDINGS = re.compile(r"(.*\.)?norm\w*\.linear\.|proj_out"), re.compile(r"time_text_embed|norm1\.emb")
@@ -26,7 +27,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tens
     """Return (1 + scale) (x - mean) / sqrt(variance + eps) + shift (Perez et al. 2018), in the dtype of autocast. Of the tensors
     [B, T, C] only x is saved.   x [B, T, C], shift and scale [B, C] -> [B, T, C]"""
     shift, scale = shift[:, None], scale[:, None]
-    if torch.compiler.is_compiling():
+    if needs_plain_ops():
         return (F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift).to(_autocast_dtype(x))
     y: Tensor = _Modulate.apply(x, shift, scale, eps, _autocast_dtype(x))
     return y
@@ -93,20 +94,12 @@ class FeedForward(nn.Module):
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Self-attention without mask.   three of [B, H, T, D] -> [B, T, H D]"""
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    return grouped_query_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def split_heads(x: Tensor, size: int) -> Tensor:
     """[B, T, H D] -> [B, H, T, D]"""
     return x.unflatten(-1, (-1, size)).transpose(1, 2)
-
-
-def run_block(block: nn.Module, recompute: str, *args: Any) -> Any:
-    """Call ``block(*args)`` with activation recomputation."""
-    if recompute == "layers" and torch.is_grad_enabled():
-        return checkpoint(block, *args, use_reentrant=False)
-    with recompute_cheap(recompute == "selective"):
-        return block(*args)
 
 
 def init_weights(model: nn.Module, zero: bool) -> None:

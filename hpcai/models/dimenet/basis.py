@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hpcai.dynamo import needs_plain_derivatives
+
 # ---- Bessel functions
 
 
@@ -81,7 +83,7 @@ class SphericalBessel(nn.Module):
 
     def forward(self, d: Tensor) -> Tensor:
         args = d, self.z, self.norm, self.cutoff, self.exponent, 0
-        return radial_functions(*args) if torch.compiler.is_compiling() else _RadialFunctions.apply(*args)
+        return radial_functions(*args) if needs_plain_derivatives() else _RadialFunctions.apply(*args)
 
 
 def radial_functions(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent: int, order: int = 0) -> Tensor:

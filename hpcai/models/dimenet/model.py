@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hpcai.errors import ConfigError
 from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, spherical_harmonics
 from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.graph import Graph, Structure, check_structure, collate
@@ -182,6 +183,8 @@ class DimeNet(PretrainedMixin):
         _init_weights(self)
 
     def forward(self, graph: Graph) -> Prediction:
+        if torch.compiler.is_exporting():
+            raise ConfigError("torch.export cannot record forces, a derivative within the network; use torch.compile(model)")
         wide = torch.float64 if self.rbf.freq.dtype == torch.float64 else torch.float32
         graph = graph.to(graph.positions.device, wide)
 

@@ -11,32 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcai.dynamo import needs_plain_derivatives
+
 
 def scatter(x: Tensor, table: Tensor, slots: Tensor) -> Tensor:
     """Copy the values of edges into their slots.   x [E, C], table [N, K] edge of a slot, slots [E] slot of an edge -> [N, K, C]"""
     rows = table.flatten()
-    return (x[rows] if torch.compiler.is_compiling() else _Permute.apply(x, rows, slots)).unflatten(0, table.shape)
+    return (x[rows] if needs_plain_derivatives() else _Permute.apply(x, rows, slots)).unflatten(0, table.shape)
 
 
 def gather(x: Tensor, slots: Tensor, table: Tensor) -> Tensor:
     """Copy the values of slots back to their edges, the inverse of ``scatter``.   x [N, K, C], slots [E], table [N, K] -> [E, C]"""
     rows = x.flatten(0, 1)
-    return rows[slots] if torch.compiler.is_compiling() else _Permute.apply(rows, slots, table.flatten())
+    return rows[slots] if needs_plain_derivatives() else _Permute.apply(rows, slots, table.flatten())
 
 
 def reverse_edges(x: Tensor, reverse: Tensor) -> Tensor:
     """Return, for each edge, the value of its reverse edge: an involution.   x [E, C], reverse [E] -> [E, C]"""
-    return x[reverse] if torch.compiler.is_compiling() else _Permute.apply(x, reverse, reverse)
+    return x[reverse] if needs_plain_derivatives() else _Permute.apply(x, reverse, reverse)
 
 
 def index_select(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
     """Copy the values of atoms to their edges, listed by ``table``.   x [N, C], index [E] atom, table [N, K] -> [E, C]"""
-    return x[index] if torch.compiler.is_compiling() else _IndexSelect.apply(x, index, table)
+    return x[index] if needs_plain_derivatives() else _IndexSelect.apply(x, index, table)
 
 
 def segment_sum(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
     """Sum over the edges of each atom.   x [E, C], index [E], table [N, K] -> [N, C]"""
-    if torch.compiler.is_compiling():
+    if needs_plain_derivatives():
         return x.new_zeros(len(table), x.shape[1]).index_add(0, index, x)
     return _SegmentSum.apply(x, index, table)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hpcai.arrays import describe_fill_values, to_array
 from hpcai.errors import DataError
 from hpcai.lazy import import_optional
 
@@ -89,7 +90,8 @@ def check_atoms(
     outside 1..118, values that are not finite, coordinates above 1e4, a flat cell if any direction is periodic,
     atoms or images closer than 1e-3, or more than 2e8 edges."""
     try:
-        z, r, box, p = (np.asarray(values, np.float64) for values in (numbers, positions, cell, pbc))
+        named = zip(("numbers", "positions", "cell", "pbc"), (numbers, positions, cell, pbc))
+        z, r, box, p = (np.asarray(to_array(values, name), np.float64) for name, values in named)
     except (TypeError, ValueError) as problem:
         raise DataError(f"{where}: {problem}; expected numeric arrays") from problem
     n = len(z) if z.ndim else 0
@@ -104,7 +106,7 @@ def check_atoms(
         ("positions", r, np.abs(r) <= MAX_COORDINATE, f"at most {MAX_COORDINATE:g} angstrom; check the units, or wrap the atoms"),
     ):
         for index in np.argwhere(~valid)[:1].tolist():
-            raise DataError(f"{where}: {name}{index} is {array[tuple(index)]:g}, expected {expected}")
+            raise DataError(f"{where}: {name}{index} is {array[tuple(index)]:g}, expected {expected}{describe_fill_values(array)}")
     periodic = p.astype(bool)
     complete = _complete_cell(box, periodic | box.any(1))
     volume = abs(np.linalg.det(complete)) / max(np.prod(np.linalg.norm(complete, axis=1)), 1e-300)

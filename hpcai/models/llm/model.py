@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu, swiglu
@@ -26,7 +25,7 @@ from hpcai.models.llm.config import LLMConfig, RotaryConfig
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.lm_head import LMHead
 from hpcai.nn.matmul import fused_linear
-from hpcai.nn.recompute import cheap, recompute_cheap
+from hpcai.nn.recompute import cheap, run_block
 from hpcai.nn.rmsnorm import RMSNorm
 from hpcai.nn.seam import Seam
 from hpcai.nn.weights import PretrainedMixin
@@ -193,11 +192,7 @@ class LLM(PretrainedMixin):
             x = self.model.add_positions(x, positions)
         rotary = None if self.cfg.rotary is None else rotary_cos_sin(self.cfg.rotary, self.cfg.head_dim, positions, x.dtype)
         for layer in self.model.layers:
-            if self.cfg.recompute == "layers" and torch.is_grad_enabled():
-                x = checkpoint(layer, x, rotary, documents, use_reentrant=False)
-                continue
-            with recompute_cheap(self.cfg.recompute == "selective"):
-                x = layer(x, rotary, documents)
+            x = run_block(layer, self.cfg.recompute, x, rotary, documents)
         return self.lm_head(self.model.norm(x), targets)
 
     def output_files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:

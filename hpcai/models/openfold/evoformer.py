@@ -4,11 +4,10 @@ B batch, S sequences, R residues, C channels; n size of the axial mesh axis, 1 w
 Alignments are sharded by sequences or residues, pairs by rows or columns; products of triangles by channels.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hpcai.kernels.chunking import map_chunks
 from hpcai.kernels.gates import gate, glu_halves
@@ -18,6 +17,7 @@ from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttenti
 from hpcai.models.openfold.config import MsaConfig, PairConfig
 from hpcai.models.openfold.layers import Dropout, Linear, Transition, channels_first
 from hpcai.nn.layernorm import LayerNorm
+from hpcai.nn.recompute import run_block
 from hpcai.nn.seam import Seam
 
 _COUNT_EPS = 1e-3
@@ -182,7 +182,7 @@ class EvoformerStack(nn.Module):
     def forward(self, m: Tensor, z: Tensor, msa_mask: Tensor, pair_mask: Tensor) -> tuple[Tensor, Tensor]:
         masks = self.masks(msa_mask, pair_mask)
         for block in self.blocks:
-            m, z = run_block(block, self.checkpoint_blocks, m, z, masks)
+            m, z = run_block(block, "layers" if self.checkpoint_blocks else "none", m, z, masks)
         return m, z
 
     def masks(self, msa_mask: Tensor, pair_mask: Tensor) -> Masks:
@@ -202,10 +202,5 @@ class TemplateStack(nn.Module):
 
     def forward(self, t: Tensor, mask: Tensor) -> Tensor:
         for block in self.blocks:
-            t = run_block(block, self.checkpoint_blocks, t, mask)
+            t = run_block(block, "layers" if self.checkpoint_blocks else "none", t, mask)
         return self.layer_norm(t)
-
-
-def run_block(block: nn.Module, checkpoint_blocks: bool, *args: Any) -> Any:
-    # Reentrant checkpointing breaks under data parallelism.
-    return checkpoint(block, *args, use_reentrant=False) if checkpoint_blocks and torch.is_grad_enabled() else block(*args)

@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcai.arrays import to_array
 from hpcai.config import NonNegativeInt, PositiveInt, Rate, Settings, UnitInterval
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
@@ -248,7 +249,7 @@ def _validate_templates(templates: Mapping[str, Array] | None, length: int, wher
     missing = [name for name in TEMPLATES if name not in templates]
     if missing:
         raise DataError(f"{where}: templates without {', '.join(missing)}; expected {', '.join(TEMPLATES)}")
-    arrays = [np.asarray(templates[name]) for name in TEMPLATES]
+    arrays = [to_array(templates[name], name) for name in TEMPLATES]
     for name, array, shape in zip(TEMPLATES, arrays, shapes):
         if array.shape != (len(arrays[0]), *shape):
             raise DataError(

@@ -5,7 +5,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from hpcai.dynamo import is_transformed
 from hpcai.kernels.chunking import map_chunks
+from hpcai.kernels.triton_support import needs_plain_ops
 from hpcai.nn.layernorm import LayerNorm
 
 Init = Literal["lecun", "relu", "glorot", "final"]
@@ -68,6 +70,8 @@ class Dropout(nn.Module):
         shape = list(x.shape)
         shape[self.shared_dim] = 1
         wide = torch.promote_types(x.dtype, torch.float32)  # 1 / (1 - rate) in bfloat16 would be off by up to 0.4 %
+        if is_transformed():  # with a mask for each entry of vmap
+            return residual + (x * nn.functional.dropout(torch.ones(shape, dtype=wide, device=x.device), self.rate)).to(x.dtype)
         mask = torch.empty(shape, dtype=wide, device=x.device).bernoulli_(1 - self.rate).div_(1 - self.rate)
         return residual + (x * mask).to(x.dtype) if torch.compiler.is_compiling() else _DropoutAdd.apply(residual, x, mask)
 
@@ -90,7 +94,7 @@ class _DropoutAdd(torch.autograd.Function):
 
 def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """Return a linear layer's output with channels in front, for products over the other dims.   x [B, I, J, C] -> [B, C', I, J]"""
-    if torch.compiler.is_compiling():
+    if needs_plain_ops():
         out = weight @ x.flatten(1, 2).transpose(1, 2)
         return (out if bias is None else out + bias[:, None]).unflatten(2, x.shape[1:3])
     device = x.device.type

@@ -86,7 +86,7 @@ class OpenFold(PretrainedMixin):
                 if torch.is_autocast_enabled(inputs["aatype"].device.type):
                     torch.clear_autocast_cache()  # older torch reuses casts without gradients
                 first, *outputs = self._iteration(inputs, recycled)
-            recycled = Recycled(first, outputs[1], outputs[4])
+            recycled = Recycled(*(x.detach() for x in (first, outputs[1], outputs[4])))  # from forward derivatives too
         m, z, s, atoms, positions = outputs
         return m, z, s, atoms, positions
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import ConfigError
 from hpcai.kernels.chunking import chunk_size
@@ -21,6 +20,7 @@ from hpcai.models.openfold.geometry import Frames, quat_to_rot
 from hpcai.models.openfold.heads import ERROR_BINS, PLDDT_BINS, distance_edges
 from hpcai.models.openfold.model import Prediction
 from hpcai.models.openfold.violations import violation_loss
+from hpcai.nn.recompute import run_block
 
 _CLAMP = _UNIT = 10.0  # angstrom
 _FAPE_EPS, _EPS = 1e-4, 1e-8
@@ -69,9 +69,8 @@ def loss(model: Any, batch: Any, cfg: ObjectiveConfig | None = None) -> dict[str
     with torch.autocast(prediction.positions.device.type, enabled=False):
         loss_values = loss_terms(prediction, last, cfg)
         values = {name: term.detach().mean() for name, term in loss_values.items()}
-        with torch.no_grad():
-            score = lddt(prediction.positions[:, :, _CA], last["all_atom_positions"][:, :, _CA], last["all_atom_mask"][:, :, _CA])
-        return {"loss": weighted_total(loss_values, last, cfg).mean(), **values, "lddt": score.mean()}
+        ca = prediction.positions.detach()[:, :, _CA], last["all_atom_positions"][:, :, _CA], last["all_atom_mask"][:, :, _CA]
+        return {"loss": weighted_total(loss_values, last, cfg).mean(), **values, "lddt": lddt(*ca).mean()}
 
 
 def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
@@ -126,7 +125,7 @@ def frame_aligned_point_error(
     for first in range(0, count, step):
         rows = slice(first, first + step)
         args = frames.rotation[:, rows], frames.translation[:, rows], rows
-        sums = sums + (chunk_error(*args) if step >= count else checkpoint(chunk_error, *args, use_reentrant=False))
+        sums = sums + (chunk_error(*args) if step >= count else run_block(chunk_error, "layers", *args))
     return sums / _UNIT / (_FAPE_EPS + frames_mask.sum(1)) / (_FAPE_EPS + points_mask.sum(1))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpcai.dynamo import is_transformed
 from hpcai.kernels.chunking import chunk_size
 from hpcai.models.openfold import device_cache, residues
 
@@ -81,7 +82,26 @@ def clash_overlap(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tens
     There are 196 R^2 pairs and few of them clash: they are processed in chunks of residues, together with their derivatives.
     """
     radius = device_cache.to_device(residues.ATOM14_RADIUS, positions)[aatype] * exists
+    if is_transformed():
+        return torch.stack([_plain_overlap(*arguments) for arguments in zip(positions, radius, exists, index)])
     return _ClashOverlap.apply(positions, radius, exists, index)
+
+
+def _plain_overlap(positions: Tensor, radius: Tensor, exists: Tensor, index: Tensor) -> Tensor:
+    x, size, mask = positions.flatten(0, 1), radius.flatten(), exists.flatten()
+    distances = (x[:, None] - x).square().sum(-1).clamp(min=1e-10).sqrt()
+    pair = _counted_pairs(index, slice(None)) * mask[:, None] * mask
+    return 2 * (pair * (size[:, None] + size - OVERLAP - distances).relu()).sum()
+
+
+def _counted_pairs(index: Tensor, chunk: slice) -> Tensor:
+    """Whether atoms of ``chunk`` and of later residues can clash, neither bonded nor sulphur.   index [R] -> [r * 14, R * 14]"""
+    atom = torch.arange(14, device=index.device)
+    sulphur = (atom[:, None, None] == _SULPHUR) & (atom == _SULPHUR)  # [14, 1, 14]
+    bond = (atom[:, None, None] == _C) & (atom == _N)
+    later = (index[chunk, None] < index)[:, None, :, None]
+    bonded = (index[chunk, None] + 1 == index)[:, None, :, None] & bond
+    return (later & ~bonded & ~sulphur).flatten(2).flatten(0, 1)
 
 
 class _ClashOverlap(torch.autograd.Function):
@@ -90,17 +110,12 @@ class _ClashOverlap(torch.autograd.Function):
         batch, count = index.shape
         total, gradient = positions.new_zeros(batch), torch.zeros_like(positions)
         step = chunk_size(positions, 14 * 14 * 4 * count, _CPU)
-        atom = torch.arange(14, device=positions.device)
-        sulphur = (atom[:, None, None] == _SULPHUR) & (atom == _SULPHUR)  # [14, 1, 14]
-        bond = (atom[:, None, None] == _C) & (atom == _N)
         for b in range(batch):
-            x, size, mask, residue_index = positions[b].flatten(0, 1), radius[b].flatten(), exists[b].flatten(), index[b]
+            x, size, mask = positions[b].flatten(0, 1), radius[b].flatten(), exists[b].flatten()
             for first in range(0, count, step):
                 chunk = slice(first, first + step)
                 rows = slice(14 * first, 14 * (first + step))
-                later = (residue_index[chunk, None] < residue_index)[:, None, :, None]
-                bonded = (residue_index[chunk, None] + 1 == residue_index)[:, None, :, None] & bond
-                pair = (later & ~bonded & ~sulphur).flatten(2).flatten(0, 1) * mask[rows, None] * mask  # [r * 14, R * 14]
+                pair = _counted_pairs(index[b], chunk) * mask[rows, None] * mask  # [r * 14, R * 14]
                 distances = torch.cdist(x[rows], x, compute_mode="donot_use_mm_for_euclid_dist").clamp(min=1e-5)
                 overlap = (pair * (size[rows, None] + size - OVERLAP - distances)).relu()
                 total[b] += 2 * overlap.sum()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpcai.arrays import to_array
 from hpcai.models.unet3d.config import UNet3DConfig
 from hpcai.models.unet3d.volume import normalise, resample, resampled_shape, validate
 from hpcai.models.unet3d.windows import SlidingWindow
@@ -107,7 +108,7 @@ class UNet3D(PretrainedMixin):
         is resampled to ``cfg.spacing_mm``, segmented in overlapping windows, and the logits are resampled back before the argmax.
         Raises DataError for a wrong shape, values that are not finite, and spacings outside the range of scanners in mm.
         """
-        image = np.asarray(volume)
+        image = to_array(volume, "volume")
         validate(image, None, spacing_mm)
         shape = resampled_shape(image.shape, spacing_mm, self.cfg.spacing_mm)
         weight, values = self.output.conv.weight, torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]

@@ -58,6 +58,8 @@ def test_predictions_have_names_and_physical_units() -> None:
         (np.zeros((16, 16, 16, 4)), r"shape \[16, 16, 16, 4\]; expected \[32, 32, 32, 4\]"),
         (np.full((32, 32, 32, 4), np.nan), "contains nan, one of 131,072 invalid values"),
         (np.zeros((32, 32, 32, 4), np.complex64), "dtype complex64; expected particle counts"),
+        (np.full((32, 32, 32, 4), 9.96921e36, np.float32), r"invalid values \(131,072 hold the fill value 9.96921e\+36\); exp"),
+        (np.ma.masked_equal(np.arange(4), 2), r"volume: 1 of 4 values are masked, the first at \[2\]; fill them"),
     ],
 )
 def test_invalid_volumes_raise(volume: Any, text: str) -> None:

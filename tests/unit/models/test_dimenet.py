@@ -166,6 +166,7 @@ def test_relaxation_with_ase() -> None:
     "change, text",
     [
         ({"positions": [[0, 0, 0], [0, 0, 9.0]]}, "no atom has a neighbour within 4 angstrom"),
+        ({"positions": np.ma.masked_greater(np.eye(3)[:2], 0)}, r"positions: 2 of 6 values are masked, the first at \[0, 0\]"),
         ({"numbers": [1, 97]}, "element 97; the model has embeddings up to 94"),
         ({"cutoff": 5.0}, "cutoff=4, most=None"),
     ],

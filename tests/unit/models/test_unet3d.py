@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcai.errors import ConfigError
+from hpcai.errors import ConfigError, DataError
 from hpcai.models import unet3d
 from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, sliding_window_inference
 from hpcai.models.unet3d.objective import dice
@@ -45,6 +45,10 @@ def test_a_mask_does_not_depend_on_mode_or_memory_layout() -> None:
     net.train()
     actual = net.segment(np.asfortranarray(volume), (4, 2, 2))
     assert all(np.array_equal(actual[name], expected[name]) for name in expected)
+    actual = net.segment(np.ma.masked_greater(volume, 1e4), (4, 2, 2))  # masks nothing
+    assert all(np.array_equal(actual[name], expected[name]) for name in expected)
+    with pytest.raises(DataError, match="volume: 10,395 of 10,395 values are masked"):
+        net.segment(np.ma.masked_less(volume, 1e4), (4, 2, 2))
     net.register_forward_pre_hook(lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         net.segment(volume, (4, 2, 2))

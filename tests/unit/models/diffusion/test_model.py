@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,5 +136,7 @@ def test_parameters_by_name_and_errors(caplog: pytest.LogCaptureFixture) -> None
     assert caplog.messages == ["sigma_8 is 0.5, outside of 0.6 to 1, the range that the model was trained on"]
     with pytest.raises(DataError, match="parameters Omega_m; the model was trained on Omega_m, sigma_8"):
         model.standardize_parameters({"Omega_m": 0.3})
+    with pytest.raises(DataError, match=r"sigma_8: 1 of 2 values are masked, the first at \[1\]"):
+        model.standardize_parameters({"sigma_8": np.ma.masked_equal([0.6, 0.9], 0.9), "Omega_m": 0.3})
     with pytest.raises(DataError, match=r"condition.field has \[2, 3\] pixels and the sample \[8, 8\]; expected 4 times as many"):
         model.sample(Condition(field=torch.zeros(2, 1, 2, 3), parameters=parameters), size=(1, 8, 8))
