@@ -112,7 +112,7 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
     for path in files:
         data = _read_bytes(path)
         if len(files) > 1 and not data.strip(b"\0 \t\r\n"):
-            _tell_empty(path)
+            _log_empty(path)
             continue
         alignments.append(_parse(data, path, query))
         query = alignments[0].msa[0] if query is None else query
@@ -141,11 +141,11 @@ def _parse(data: bytes, path: Path, query: NDArray[Any] | None = None) -> Alignm
     return parse_a3m(data, str(path), query)
 
 
-def _tell_empty(path: Path, told: list[Path] = []) -> None:  # noqa: B006
+def _log_empty(path: Path, reported: list[Path] = []) -> None:  # noqa: B006
     """Log the first empty file of the process."""
-    if not told:
+    if not reported:
         logger.warning("%s: empty, a search without hits; other such files are not named", path)
-        told.append(path)
+        reported.append(path)
 
 
 def _files(folder: Path) -> list[Path]:

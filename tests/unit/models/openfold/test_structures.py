@@ -132,14 +132,14 @@ def test_mmcif_without_sequences_has_the_residues_of_its_atoms(tmp_path: Path) -
     (tmp_path / "1abc.pdb").write_text(CHAIN)
     gemmi.read_structure(str(tmp_path / "1abc.pdb")).make_mmcif_document(gemmi.MmcifOutputGroups(False, atoms=True)).write_file(
         str(tmp_path / "1abc.cif"))  # fmt: skip
-    one, other = (read_structure(tmp_path / f"1abc.{kind}").chains["A"] for kind in ("pdb", "cif"))
-    assert one.sequence == other.sequence == "MMGXXKV" and np.array_equal(one.positions, other.positions)
-    whole = entry(SMALL)
+    pdb, mmcif = (read_structure(tmp_path / f"1abc.{kind}").chains["A"] for kind in ("pdb", "cif"))
+    assert pdb.sequence == mmcif.sequence == "MMGXXKV" and np.array_equal(pdb.positions, mmcif.positions)
+    complete = entry(SMALL)
     asym, atoms = "loop_\n_struct_asym.id\n_struct_asym.entity_id\nA 1\nB 2\nC 3\n", entry("A H 2 GLY N . 1 2 3 1 10 1")
     assert read(tmp_path, atoms.replace(asym, "").replace("pdbx_PDB_model_num", "label_entity_id")).sequence == "AG"
-    first = read(tmp_path, "data_global\n_journal.year 2000\n" + whole)
-    assert first.sequence == "AG" and np.array_equal(first.positions, read(tmp_path, whole).positions)
-    read(tmp_path, whole + whole.replace("data_1ABC", "data_2ABC"))
+    first = read(tmp_path, "data_global\n_journal.year 2000\n" + complete)
+    assert first.sequence == "AG" and np.array_equal(first.positions, read(tmp_path, complete).positions)
+    read(tmp_path, complete + complete.replace("data_1ABC", "data_2ABC"))
     assert "2 blocks with atoms, the first" in read_structure(tmp_path / "1abc.cif").notes[0]
 
 
