@@ -49,7 +49,7 @@ def test_alignments_of_other_programs_are_read(tmp_path: Path, data: bytes) -> N
 def test_empty_files_are_searches_without_hits_and_names_with_a_dot_are_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alignments._tell_empty, "__defaults__", ([],))
+    monkeypatch.setattr(alignments._log_empty, "__defaults__", ([],))
     for name, data in {"._b.a3m": b"\0\5\x16\7", "a.a3m": b"", "b.a3m": b">q\nACDE\n", "c.sto": b"\n"}.items():
         (tmp_path / name).write_bytes(data)
     for _ in range(2):
