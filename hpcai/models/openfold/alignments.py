@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
     for path in files:
         data = _read_bytes(path)
         if len(files) > 1 and not data.strip(b"\0 \t\r\n"):
-            _log_empty(path)
+            _log_empty(path.name)
             continue
         alignments.append(_parse(data, path, query))
         query = alignments[0].msa[0] if query is None else query
@@ -141,11 +142,10 @@ def _parse(data: bytes, path: Path, query: NDArray[Any] | None = None) -> Alignm
     return parse_a3m(data, str(path), query)
 
 
-def _log_empty(path: Path, reported: list[Path] = []) -> None:  # noqa: B006
-    """Log the first empty file of the process."""
-    if not reported:
-        logger.warning("%s: empty, a search without hits; other such files are not named", path)
-        reported.append(path)
+@cache
+def _log_empty(name: str) -> None:
+    """Log, once in a process, that files of a name may be empty."""
+    logger.warning("%s: an empty file is a search without hits", name)
 
 
 def _files(folder: Path) -> list[Path]:
