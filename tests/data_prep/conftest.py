@@ -8,6 +8,7 @@ import pytest
 
 from data_prep import command, store
 from hpcai.cli.check import Options
+from tests.reference_data import load_json
 
 
 @pytest.fixture(autouse=True)
@@ -26,5 +27,6 @@ def dataset(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.cls and "options" in metafunc.fixturenames:
-        metafunc.parametrize("options", metafunc.cls.invalid)
+    if "message" in metafunc.fixturenames and metafunc.cls:
+        module = metafunc.module.__name__.rpartition("test_")[2]
+        metafunc.parametrize(("options", "message"), load_json("refused/data_prep_options")[module].items())

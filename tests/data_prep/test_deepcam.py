@@ -62,11 +62,6 @@ def test_a_sample_is_a_pure_function_of_seed_and_index(dataset):
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    invalid = {
-        "--seed 2": "seed 1 (now 2)", "--samples 1 --seed 1": "none is left for", "--height 8": "--height 8",
-        "--spacing 3 --height 16 --width 16": "0.05 to 2", "--south 38": "expected -85 to 85", "--width 400": "more than 360",
-        "--validation 0.6 --test 0.4": "sum to less than 1", "--globe --height 32": "the spacing is 5.6",
-    }  # fmt: skip
 
 
 def test_a_set_grows_and_does_not_shrink(dataset, tmp_path, capsys):

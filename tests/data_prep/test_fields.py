@@ -105,14 +105,6 @@ def test_a_resumed_folder_keeps_its_mean(dataset, tmp_path, monkeypatch):
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    invalid = {
-        "--seed 2": "seed 1 (now 2)", "--samples 6": "none is left for", "--size 18": "--size 18: expected a multiple of 4",
-        "--factor 3": "--factor 3: expected 2 or more that divides 16", "--factor 16": "--factor 16",
-        "--slabs 5": "more than the 16 cells of --size",
-        "--omega-b 0.2": "--omega-b is 0.2",
-        "--validation 0.6 --test 0.4": "sum to less than 1", "--kind weather": "gives cells of 7.5 degrees",
-        "--kind volumes": "field matter (now volumes)", "--samples 60": "ask for at least as many",
-    }  # fmt: skip
 
 
 # ---- physics

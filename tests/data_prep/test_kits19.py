@@ -71,11 +71,6 @@ def test_a_case_is_a_pure_function_of_seed_and_index(dataset):
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    invalid = {
-        "--seed 2": "seed 1 (now 2)", "--cases 1": "none is left for", "--spacing 0.1 1 1": "expected 0.3 to 20 mm",
-        "--extent 9": "expected 40 to 600", "--validation 0.6 --test 0.4": "sum to less than 1",
-        "--least 8 32 9999": "at most 1024",
-    }  # fmt: skip
 
 
 def test_statistics_are_those_of_the_data(dataset):

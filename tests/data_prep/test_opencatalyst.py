@@ -57,12 +57,6 @@ def test_a_system_is_a_pure_function_of_seed_and_number(dataset):
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    invalid = {
-        "--seed 2": "seed 1 (now 2)", "--each 2": "--systems 5: expected a multiple of --each 2",
-        "--size 1 2 3": "expected 2 to 12",
-        "--cutoff 0.1": "expected 1 to 50", "--validation 0.6 --test 0.4": "sum to less than 1", "--systems 1": "none is left for",
-        "--validation 0.99": "leave no composition",
-    }  # fmt: skip
 
 
 def test_no_composition_is_in_two_splits(dataset):

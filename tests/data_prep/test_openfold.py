@@ -524,12 +524,6 @@ def test_families_are_in_one_split_and_a_function_of_seed_and_number(dataset, mo
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    invalid = {
-        "--seed 2": "seed 1 (now 2)", "--chains 9": "expected a multiple of --families", "--families 2 --chains 4": "files",
-        "--length 3 20": "expected the least and the most", "--length 20 18": "expected the least and the most",
-        "--templates 2": "a family has 2 members", "--templates 0": "templates 1 (now 0)",
-        "--validation 1": "fractions", "--families 1 --chains 2": "none is left for",
-    }  # fmt: skip
 
 
 def test_a_killed_run_with_templates_resumes(dataset, tmp_path, monkeypatch):

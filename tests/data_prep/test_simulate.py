@@ -95,12 +95,6 @@ def test_statistics_are_those_of_the_data(dataset):
 
 class TestContract(PrepContract):
     run, small = staticmethod(run), SMALL
-    invalid = {
-        "--seed 2": "seed 1 (now 2); choose a new folder", "--universes 4 --validation 0": "validation 0.125 (now 0.0)",
-        "--universes 1": "none is left for", "--universes 7": "ask for at least as many", "--size 7 --cut 1": "--size 7 times",
-        "--redshifts 0,0": "--redshifts are [0.0, 0.0], expected different", "--omega-b 0.2": "--omega-b is 0.2",
-        "--ranges Omega_m=0.4:0.3": "Omega_m=0.4:0.3: expected LOW below HIGH", "--validation 0.7 --test 0.3": "sum to less than 1",
-    }  # fmt: skip
 
 
 def test_a_killed_run_resumes(dataset, tmp_path, monkeypatch):

@@ -226,18 +226,7 @@ def write_spoiled(folder, fault):
     path.write_bytes(change(path.read_bytes()))
 
 
-REFUSED = {
-    "no energy": ("frame 2: ", "has no energy"), "no forces": ("frame 2: ", "has no forces"),
-    "NaN energy": ("frame 2: ", "energy holds NaN"), "NaN forces": ("frame 2: ", "forces holds NaN"),
-    "NaN positions": ("frame 2: ", "positions[3, 1] is nan"), "flat cell": ("frame 2: ", "has no volume"),
-    "overlap": ("frame 2: ", "angstrom apart"), "far": ("frame 2: ", "no two atoms are within 6 angstrom"),
-    "element": ("frame 2: ", "numbers[3] is 0"),
-    "cut": ("frame 2: ", "of its 12 atoms"), "letters": ("frame 0: ", "ASE does not know 'Qx'; expected elements"),
-    "cut xz": ("a.extxyz.xz: frame 0", "fetch it"),
-    "empty": ("a.extxyz: empty", "fetch it again"), "cut lmdb": ("a.aselmdb: ", "its pages need"),
-    "cut traj": ("a.traj: ", "cannot be read"),
-    "wide": ("a.extxyz: frame 0: ", "property of 99999999999 columns"), "lost page": ("a.aselmdb: ", "fetch it again"),
-}  # fmt: skip
+REFUSED = load_json("refused/frames")
 
 
 GOOD_FRAMES = {"cut": 2, "letters": 1, "cut traj": 2, "cut xz": 0, "empty": 0, "cut lmdb": 0, "lost page": 0}

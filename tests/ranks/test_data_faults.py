@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.ranks.test_launch_mpi import SOON, ProcessResult, mpich, run, run_forked
+from tests.reference_data import load_json
 
 MPI_SEGMENTS = ("mpich_shm", "sm_segment", "vader_segment", "sem.mp-")  # MPI libraries leave those of killed ranks
 
@@ -36,16 +37,7 @@ def run_two_forked(*args: str) -> ProcessResult:
     return ProcessResult(code, "", "".join(result.stderr for result in results), results[0].seconds)
 
 
-FAULTS = {
-    "vanished": ["v08.h5", "no such file", "train, rank "],
-    "truncated": ["v0", "truncated", "train, rank "],
-    "EIO": ["train, rank 1, sample ", ".h5: bytes ", "Input/output error (EIO)"],
-    "NaN": ["train, rank 1, sample 43: ", "v10.h5: row 3 of 'counts' holds NaN or infinity; make it again"],
-    "killed": ["was killed by signal 9 (SIGKILL)", "train, rank 1, sample 43"],
-    "vanished tensor": ["v08.h5", "no such file", "train, rank "],
-    "EIO tensor": ["train, rank 1, sample ", ".h5: bytes ", "Input/output error (EIO)"],
-    "killed tensor": ["was killed by signal 9 (SIGKILL)", "train, rank 1, sample 43"],
-}
+FAULTS = load_json("refused/data_faults")
 LAUNCHED = ("EIO", "killed tensor")  # run under a launcher; the others are forked, and run under a launcher as claims
 
 

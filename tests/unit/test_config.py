@@ -211,19 +211,7 @@ def test_a_path_with_an_equals_sign_and_a_value_with_one(file):
 # ---- The file -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a:\n\tb: 1\n",
-         "small.yaml:2:1: not YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs"),
-        ("a: 1\n---\nb: 2\n", "small.yaml:2:1: not YAML: but found another document"),
-        ("seeds: &a [1]\nlabel: *a\n", "small.yaml:2:8: not YAML: settings have no aliases; write the value again"),
-        ("step:\n  lr: 1\n  micro: 2\n\n  lr: 3\n", "small.yaml:5: step.lr is written twice, first in small.yaml:2; keep one"),
-        ("step: 3\n", "small.yaml:1: step is 3, expected a section (lr, precision, clip, micro, compile, steps, warmup)"),
-        ("\ndata:\n  names:\n    - a\n    - 3\n",
-         "small.yaml:5: data.names[1] is 3, expected text; text is put in quotes: '\"3\"'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), load_json("refused/settings_files"))
 def test_a_wrong_file(file, text, message):
     assert load_errors(REQUIRED, path=file(text)) == [message]
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.reference_data import load_json
+
 ROOT = Path(__file__).parents[2] / "hpcai"
 PATTERNS = "models/**/*", "nn/*", "kernels/*", "parallel/*", "train/step", "train/optim", "train/weight_averaging", "train/metrics"
 CONSTRUCTORS = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy", "FloatTensor", "LongTensor"}
@@ -16,20 +18,7 @@ ENTRY_POINTS = {
 }  # fmt: skip
 """Entry points of a step in these folders, besides all functions of the kernels. Every function that one of them names is included,
 recursively. Functions are compared by name, which includes too many rather than too few; ``__init__`` is omitted."""
-ALLOWED = {
-    "models/cosmoflow/load.py: from_keras": "reads a file of weights",
-    "models/cosmoflow/model.py: _to_tensor": "inference on NumPy arrays",
-    "models/cosmoflow/model.py: to_physical": "results of inference",
-    "models/deepcam/model.py: segment": "inference on NumPy arrays",
-    "models/dimenet/graph.py: collate": "collates on the host", "models/diffusion/model.py: _per_channel": "results of inference",
-    "models/llm/generation.py: sample_tokens": "copies each token to the host",
-    "models/openfold/folding.py: prepare_features": "inference on NumPy arrays",
-    "models/openfold/device_cache.py: to_device": "caches its tensor",
-    "models/unet3d/model.py: segment": "inference on NumPy arrays", "models/unet3d/objective.py: slices": "plots, on the host",
-    "models/unet3d/volume.py: resample": "inference on NumPy arrays",
-    "nn/init_trace.py: _row_starts": "offsets of a new weight, at initialization",
-    "nn/weights.py: load_state": "reads a file of weights",
-}  # fmt: skip
+ALLOWED = load_json("host_values")
 """Functions that run once, or outside of a step."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -210,14 +210,7 @@ def test_a_file_is_opened_once(dataset: tuple[Path, Any], monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("no_hdf5")
-@pytest.mark.parametrize(("change", "message"), [
-    ({"cube": ("float32", (None, 8, 9))}, r"u0.h5: dataset 'cube' is \(3, 5, 8, 8\), expected \(rows, any, 8, 9\); make it so"),
-    ({"cube": ("float32", (5, 8, 8))}, r"u1.h5: dataset 'cube' is \(1, 6, 8, 8\), expected \(rows, 5, 8, 8\); make it so"),
-    ({"cube": ("float32", (8, 8))}, r"u0.h5: dataset 'cube' is \(3, 5, 8, 8\), expected \(rows, 8, 8\)"),
-    ({"cube": ("int16", (None, 8, 8))}, r"u0.h5: dataset 'cube' is float32, expected int16; make it so"),
-    ({"flat": ("int16", ("count", 2))}, r"u0.h5: dataset 'flat' is \(\d, 200\), expected \(count, 2\)"),
-    ({"codes": ("uint8", ())}, r"u0.h5: dataset 'codes' has \d rows, index.json has 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(("change", "message"), load_json("refused/fields"))
 def test_datasets_that_differ_from_the_fields_raise_at_construction(dataset: tuple[Path, Any], change: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Rows(dataset[0], FIELDS | change, "make it so")

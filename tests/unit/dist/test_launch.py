@@ -24,6 +24,7 @@ from hpcai.dist.environment import SINGLE_PROCESS, RankInfo, expand_hostlist, re
 from hpcai.dist.launch import select_device
 from hpcai.dist.watchdog import Watchdog, _Hub, _read_messages
 from hpcai.errors import LaunchError, MeshError
+from tests.reference_data import load_json
 
 CASES = yaml.safe_load((Path(__file__).parent / "environments.yaml").read_text())
 BY_NAME = {case["name"]: case["environ"] for case in CASES}
@@ -81,14 +82,7 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     launch._claim_gpu(device, RankInfo("srun", 1, 2, 1, 2), store)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "names"),
-    [
-        ("n1", ["n1"]), ("n[1-3]", ["n1", "n2", "n3"]), ("nid[001084-001085,1],login", ["nid001084", "nid001085", "nid1", "login"]),
-        ("r[1-2]n[09-10]-ib", ["r1n09-ib", "r1n10-ib", "r2n09-ib", "r2n10-ib"]), ("a,b[2],c3-[0-1]", ["a", "b2", "c3-0", "c3-1"]),
-        ("x1000c0s0b0n0,x1000c[1-2]s0", ["x1000c0s0b0n0", "x1000c1s0", "x1000c2s0"]), ("", []),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "names"), load_json("host_lists"))
 def test_host_lists(hosts: str, names: list[str]) -> None:
     assert expand_hostlist(hosts) == names
 
