@@ -27,22 +27,9 @@ from hpcai.train.evaluation import InlineEvaluation, TrainingRanksEvaluation
 from hpcai.train.step import Step
 from tests.apps.app_runs import run_on_ranks
 from tests.ranks.launch import on_ranks
+from tests.reference_data import load_json
 
-SMALL = {
-    "cosmoflow": ["model.size=32", "model.filters=4", "data.batch=1", "data.workers=1"],
-    "deepcam": ["model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=1", "data.workers=1"],
-    "diffusion": [
-        "model.unet.channels=[8, 16]", "model.unet.attention=[cross, none]", "model.unet.heads=[1, 2]", "model.unet.blocks=1",
-        "model.unet.groups=4", "model.unet.tokens=12", "side=8", "text=3", "data.batch=2", "data.workers=1",
-    ],
-    "llm": ["model.width=64", "model.heads=4", "model.inner=96", "model.layers=2", "model.vocabulary=96", "model.positions=64"],
-    "unet3d": ["model.filters=[4, 8]", "model.window=[16, 16, 16]", "data.workers=1"],
-    "opencatalyst": ["model.hidden=8", "model.output=8", "model.interaction=4", "model.blocks=1", "model.cutoff=3.6"],
-    "openfold": [
-        "model.blocks=1", "model.msa=16", "model.pair=8", "model.single=16", "model.structure.passes=2", "features.crop=12",
-        "features.clusters=4", "features.extra=6",
-    ],
-}  # fmt: skip
+SMALL = load_json("small_benchmarks")
 # Relative tolerance of the gradient. DeepCAM's batch norms amplify rounding: torch's gradient differs from that in float64 by up to
 # 1e-3, and processors differ by up to 1.2e-2.
 TOLERANCE = {

@@ -93,21 +93,8 @@ def test_a_sharded_network_equals_the_full_one(axes: dict[str, int]) -> None:
         on_ranks(axes, compare, Unet, (16, 12, 8), 2, {"overlap": overlap})
 
 
-CONVOLUTIONS = [
-    {"kernel_size": 3, "padding": 1}, {"kernel_size": 5, "padding": 2}, {"kernel_size": 3, "stride": 2, "padding": 1},
-    {"kernel_size": 3, "dilation": 3, "padding": 3}, {"kernel_size": 4, "stride": 3, "padding": 2}, {"kernel_size": 2, "stride": 2},
-    {"kernel_size": (7, 1, 3), "padding": (3, 0, 1)}, {"kernel_size": 3}, {"kernel_size": 1, "stride": 2},
-    {"kernel_size": 3, "padding": 3},
-    {"kernel_size": 9, "padding": 4, "groups": 2}, {"kernel_size": 3, "dilation": 5, "padding": 5, "stride": 2},
-    {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
-    {"kernel_size": 3, "padding": 1, "stride": 2, "padding_mode": "circular"},
-    {"kernel_size": (5, 7, 3), "padding": (2, 4, 0), "padding_mode": "circular"},
-]  # fmt: skip
-TRANSPOSED = [
-    {"kernel_size": 2, "stride": 2}, {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
-    {"kernel_size": 4, "stride": 2, "padding": 1}, {"kernel_size": 3, "stride": 3, "dilation": 2, "padding": 2},
-    {"kernel_size": 5, "stride": 1, "padding": 2, "groups": 2}, {"kernel_size": 3, "stride": 2, "padding": 3},
-]  # fmt: skip
+CONVOLUTIONS = load_json("convolutions")["forward"]
+TRANSPOSED = load_json("convolutions")["transposed"]
 OTHER_LAYERS = [
     nn.MaxPool3d(2), nn.MaxPool3d(3, 2, 1), nn.AvgPool3d(3, 1, 1), nn.AvgPool3d(2), nn.Upsample(scale_factor=2),
     nn.Upsample(scale_factor=3, mode="trilinear"), nn.MaxPool3d(3, 1, 1, dilation=1), nn.AdaptiveAvgPool3d(1),
