@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from hpcai import config
 from tests.apps.app_runs import ROOT, App, check_equal_weights, metric_by_step, resumed_from
+from tests.reference_data import DATA
 
 Log = tuple[list[str], list[str]]
 Refusal = tuple[str, Sequence[str], str]
@@ -44,6 +46,12 @@ class AppContract:
     damage_data: Callable[[Path, str], None]
     stop = 2
     """the last step before the resume"""
+
+    def __init_subclass__(cls) -> None:
+        """Set the attributes of the app of the module from ``tests/data/app_contracts.toml``."""
+        contracts = tomllib.loads((DATA / "app_contracts.toml").read_text())
+        for name, value in contracts[cls.__module__.rpartition("test_")[2]].items():
+            setattr(cls, name, value)
 
     def test_every_yaml_loads(self, app: App) -> None:
         files = sorted((ROOT / f"apps/{app.name}/configs").glob("*.yaml"))

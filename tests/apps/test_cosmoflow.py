@@ -45,19 +45,8 @@ def damage_data(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    artifacts = ["predictions.npz"]
-    report_text = "Omega_m"
     test_several_ranks_train_as_one = None  # below, with a resume on one process
-    configs = ["batch32", "batch512", "reference", "small"]
-    data_settings = [*(f"data.reader={reader}" for reader in ("direct", "memory", "hdf5", "dali")),
-                     "data.processes=true data.workers=1", "data.stage=$OWN_DISK/data"]  # fmt: skip
-    logs = [(
-        ["train.target=9", "step.optimizer=sgd", "model.dropout=0.5",
-         "step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], held: true, late: false, warmup: 1, start: 1e-4}"],
-        ["eval_error"],  # three steps do not reach 0.124
-    )]  # fmt: skip
     damage_data = staticmethod(damage_data)
-    stop = 4
 
 
 def test_predictions_and_weights_are_in_physical_units(data: Path) -> None:

@@ -14,8 +14,6 @@ from tests.apps.app_runs import metric_by_step
 from tests.apps.small_apps import DEEPCAM as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-STEPS = ("{unit: steps, warmup: 2, first_step: 1, late: true, after_warmup: true, decay: steps, length: null, decay_at: [3],"
-         " decay_to: [0.1]}")  # fmt: skip
 
 
 def damage_data(data: Path, kind: str) -> None:
@@ -40,17 +38,6 @@ def damage_data(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    artifacts = ["maps.npz"]
-    report_text = "iou"
-    jobs = ["2 batchnorm_group=2", "2 mesh.height=2"]
-    rtol = 1e-6
-    configs = ["batch128", "batch2048", "node", "small"]
-    data_settings = ["data.reader=dali"]
-    # Twelve maps satisfy all rules except those on the size of the dataset and an IoU of 0.82, not reached in three steps.
-    logs = [(
-        ["train.target=0.001", "train.seed=3", "train.epochs=1", "step.optimizer=lamb", f"step.schedule={STEPS}"],
-        ["eval_accuracy", "eval_samples", "train_samples"],
-    )]  # fmt: skip
     damage_data = staticmethod(damage_data)
 
     def check_config(self, name: str, cfg: Any) -> None:

@@ -28,18 +28,6 @@ def damage_data(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    artifacts = ["ensembles.npz"]
-    report_text = "Ensembles of unseen fields"
-    jobs = ["4 mesh.height=2"]
-    configs = ["flux", "parameters", "sd2-64gpus", "sd2-node", "sd2", "small", "small3d", "weather"]
-    data_settings = ["data.reader=hdf5"]
-    rules = "training", "6.1.0"
-    # All rules are satisfied except those on the frequency of evaluations and the quality.
-    logs = [(
-        ["benchmark=flux1", "data.evaluation_place=0", "step.precision=fp32", "step.betas=[0.9, 0.95]", "step.weight_decay=0.1",
-         "step.schedule.unit=steps"],
-        ["eval_accuracy", "evaluation_frequency"],
-    )]  # fmt: skip
     damage_data = staticmethod(damage_data)
 
     def check_config(self, name: str, cfg: Any) -> None:

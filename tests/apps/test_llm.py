@@ -46,21 +46,6 @@ def damage_data(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    artifacts = ["config.json", "text.npz", "tokenizer.json", "tokenizer_config.json"]
-    report_text = "Continued texts"
-    exact: list[str] = []
-    jobs = ["2 mesh.context=2", "4 mesh.tensor=2 step.shard=optimizer", "3 mesh.evaluate=1",
-            "4 mesh.pipeline=2 mesh.tensor=2 step.accumulate=2 stages.schedule=gpipe"]  # fmt: skip
-    rtol = 2e-5
-    compared = {"train": ("loss",), "evaluate": ("bits_per_byte",)}
-    configs = ["gpt3", "llama2-70b-lora", "llama2-7b", "llama31-405b", "llama31-8b", "proteins", "small"]
-    data_settings = ["data.stage=$OWN_DISK/data"]
-    rules = "training", "6.1.0"
-    # All rules are satisfied except those on the size of data, rows and schedule, and the quality.
-    logs = [(
-        ["benchmark=llama31_8b", "train.target=0.001", "data.pictures=0", "step.schedule={decay: cosine, length: 5, warmup: 1}"],
-        ["eval_accuracy", "max_sequence_length", "opt_learning_rate_decay_steps", "opt_adamw_epsilon", "eval_samples", "max_steps"],
-    )]  # fmt: skip
     damage_data = staticmethod(damage_data)
 
 

@@ -57,26 +57,8 @@ def damage_data(data: Path, kind: str) -> None:
 
 
 class TestContract(AppContract):
-    artifacts = ["structures", "structures.npz"]
-    report_text = "lddt"
     exact = [*REPRODUCIBLE]
-    jobs = ["2 step.shard=weights", "2 mesh.axial=2 train.evaluate=background",
-            "6 mesh.axial=2 mesh.replicate=2 mesh.evaluate=2 model.checkpoint=true step.shard=optimizer"]  # fmt: skip
-    rtol = 1e-6  # lDDT is computed in float32
-    compared = {"train": ("loss", "fape", "lddt"), "evaluate": ("drmsd", "gdt_ts", "distogram")}
-    configs = ["batch128", "batch256", "finetune", "gpu1", "small"]
-    data_settings = ["data.reader=hdf5"]
-    one_epoch = ["train.steps=3"]
-    # All rules are satisfied except those on the size of data and network, and the quality.
-    logs = [(
-        ["train.target=0.001", "data.validation_residues=700", "data.released_until=2021-09-16",
-         "data.validation_from=2021-09-17", "data.validation_until=2021-12-11"],
-        ["eval_accuracy", "target_avg_lddt_ca_value", "val_every_iters", "train_samples", "eval_samples", "model_parameters_count",
-         "init_checkpoint_sha256sum", "train_sequence_crop_size", "num_recycling_iters", "max_msa_clusters", "max_extra_msa",
-         "templates_enabled", "max_templates", "swa_decay_rate"],
-    )]  # fmt: skip
     damage_data = staticmethod(damage_data)
-    stop = 4
 
     def data_for_log(self, data: Path, folder: Path) -> Path:
         training = copy_with_release_dates(data, folder / "data", "train", [date(2020, 1, 1)] * 6)

@@ -20,15 +20,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class TestContract(AppContract):
-    artifacts = ["maps.npz"]
-    report_text = "mean_dice"
-    exact = ["train.epochs=1", "step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
-    jobs = ["4 mesh.depth=2 mesh.height=2", "4 mesh.depth=2 data.window_group=2",
-            "2 mesh.depth=2 train.evaluate=background"]  # fmt: skip
-    rtol = 1e-5
-    compared = {"train": ("loss",), "evaluate": ("dice_tumour", "loss")}
-    configs = ["gpu1", "node", "small", "spatial8"]
-    data_settings = ["data.reader=direct"]
     test_the_mlperf_log_of_a_run_passes_the_checker = None  # there is none in MLPerf HPC
 
     def check_config(self, name: str, cfg: Any) -> None:
