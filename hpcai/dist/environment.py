@@ -2,6 +2,7 @@
 
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,56 +42,9 @@ class _Launcher:
     aliases: str = ""  # other variables of the rank; a different value is inherited from another launcher
 
 
-def _srun(name: str, rank: str = "") -> _Launcher:
-    return _Launcher(
-        name,
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_NTASKS_PER_NODE",
-        required=rank,
-        mpi=bool(rank),
-        needs_step=True,
-        aliases=rank,
-    )
-
-
-_TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", mpi=False)
-_BY_HAND = _Launcher(
-    "RANK and WORLD_SIZE",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK SLURM_LOCALID MPI_LOCALRANKID PALS_LOCAL_RANKID",
-    "LOCAL_WORLD_SIZE",
-    "WORLD_SIZE MASTER_ADDR MASTER_PORT",
-    mpi=False,
-)
-_OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
-# The first match counts, innermost launchers first: torchrun may run inside srun, and in a Slurm job mpiexec starts its proxies
-# with srun, whose SLURM_PROCID then numbers nodes. HPE's PALS gives no world size under PMIx; Slurm's Cray plugin sets PALS_RANKID
-# but no local variable.
-_LAUNCHERS = (
-    _TORCHRUN,
-    _BY_HAND,
-    _Launcher("mpirun (Open MPI)", _OMPI + "RANK", _OMPI + "SIZE", _OMPI + "LOCAL_RANK", _OMPI + "LOCAL_SIZE"),
-    _Launcher("mpiexec (MVAPICH)", _MV2 + "RANK", _MV2 + "SIZE", _MV2 + "LOCAL_RANK", _MV2 + "LOCAL_SIZE"),
-    _Launcher("mpiexec (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-    _Launcher(
-        "mpiexec (PALS)",
-        "PALS_RANKID",
-        "PMI_SIZE",
-        "PALS_LOCAL_RANKID",
-        "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
-        "PALS_LOCAL_RANKID",
-        aliases="PMI_RANK PMIX_RANK",
-    ),
-    _srun("srun (Cray MPI)", "PALS_RANKID"),
-    _srun("srun (PMIx)", "PMIX_RANK"),
-    _srun("srun (PMI2)", "PMI_RANK"),
-    _srun("srun"),
-    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_SIZE"),
-    _Launcher("PMIx", "PMIX_RANK", required="PMIX_NAMESPACE"),
-)
+_TABLE = tomllib.loads(Path(__file__).with_name("launchers.toml").read_text(encoding="utf-8"))
+_LAUNCHERS = tuple(_Launcher(**fields) for fields in _TABLE["launcher"])
+_TORCHRUN, _BY_HAND = _LAUNCHERS[:2]
 SINGLE_PROCESS = RankInfo("alone", 0, 1, 0, 1)
 INTERACTIVE_SHELL = RankInfo("a shell of srun --pty", 0, 1, 0, 1)
 BATCH_SHELL = RankInfo("the shell of a Slurm job, whose WORLD_SIZE is for srun", 0, 1, 0, 1)
