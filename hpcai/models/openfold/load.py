@@ -28,21 +28,10 @@ _MAX_SHOWN = 4  # names in a message
 
 # ---- names
 
-# hpcai -> the parts that are concatenated, under names of OpenFold 2.
-_PARTS: dict[str, tuple[str, ...]] = {
-    ".attention.linear_qkvg.weight": tuple(f".mha.linear_{x}.weight" for x in "qkvg"),
-    ".template_pointwise_att.linear_kv.": (".template_pointwise_att.mha.linear_k.", ".template_pointwise_att.mha.linear_v."),
-    ".linear_ab.": (".linear_a_p.", ".linear_b_p.", ".linear_a_g.", ".linear_b_g."),
-    ".msa_att_col.linear_kv.": (".msa_att_col.linear_k.", ".msa_att_col.linear_v."),
-}
-# NVIDIA's submissions have these in one tensor too.
-_FUSED = {
-    ".attention.linear_qkvg.weight": (".mha.linear_qkvg.weight",), ".attention.gate_bias": (".mha.linear_g_bias",),
-    ".template_pointwise_att.linear_kv.": (".template_pointwise_att.mha.linear_kv.",),
-}  # fmt: skip
-
-_NAMES = {form: tuple(table.items()) for form, table in
-          tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8")).items()}  # fmt: skip
+_TABLES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+_PARTS: dict[str, list[str]] = _TABLES.pop("parts")
+_FUSED: dict[str, list[str]] = _TABLES.pop("fused")
+_NAMES: dict[str, Rules] = {form: tuple(table.items()) for form, table in _TABLES.items()}
 _MLPERF = _NAMES["openfold_v1"] + _NAMES["mlperf"]
 _RENAMINGS: dict[Form, Rules] = {               # of names of OpenFold 2
     "openfold": (), "openfold_v1": _NAMES["openfold_v1"], "mlperf": _MLPERF, "mlperf_fused": _MLPERF,
