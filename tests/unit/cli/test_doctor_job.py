@@ -19,6 +19,7 @@ from hpcai.cli.doctor.storage import Folder, Folders
 from hpcai.dist import RankInfo
 from hpcai.dist.watchdog import RankStatus
 from tests.ranks.launch import on_ranks
+from tests.reference_data import load_json
 
 # ---------------------------------------------------------------------------------------------------------- rules
 
@@ -30,7 +31,7 @@ def report_of(ranks: int = 4, per_node: int = 2, but: Mapping[int, dict[str, Any
         node, local = f"n{rank // per_node + 1}", rank % per_node
         fields = {"node": node, "machine": node, "launcher": "srun", "cpus": (2 * local, 2 * local + 1), "online": 8, "numa": (0,)}
         fields |= {"threads": 2, "versions": {"torch": "2.13.0"}, **common, **but.get(rank, {})}
-        report.members.append(RankReport(rank, **fields))
+        report.members.append(RankReport(rank, **fields | {"cpus": tuple(fields["cpus"])}))
     return report
 
 
@@ -55,29 +56,18 @@ def folders(count: int = 4, **last: Any) -> Folders:
     return Folders(by_rank | {count - 1: replace(by_rank[0], **last)})
 
 
+def read_report(fields: dict[str, Any]) -> Report:
+    """Return the report of a row of ``doctor_findings.json``: ``gpus`` and ``folders`` hold arguments of the functions above."""
+    but = {int(rank): changed for rank, changed in fields.pop("but", {}).items()}
+    if "gpus" in fields:
+        but |= gpus(*fields.pop("gpus"), **fields.pop("last_gpu", {}))
+    storage = folders(**fields.pop("folders")) if "folders" in fields else Folders()
+    return report_of(but=but, storage=storage, **fields)
+
+
 CROWDED = {"per_node": 4, "cpus": (0, 1), "online": 2, "threads": 1}
 RULES = [
-    (report_of(), ""), (report_of(1, 1), ""), (Report(), ""),
-    (report_of(but={2: {"versions": {"torch": "2.11"}}}), "error: rank 2 on n2: torch is 2.11, expected 2.13.0 as on ranks 0-1,3 "),
-    (report_of(but={0: {"versions": {}}}), "error: rank 0 on n1: torch is missing, expected 2.13.0 as on ranks 1-3 on 2 nodes (n1"),
-    (report_of(but={rank: {"versions": {"torch": "2"}} for rank in (2, 3)}),  # a tie: rank 0's is expected
-     "error: ranks 2-3 on n2: torch is 2, expected 2.13.0 as on ranks 0-1 on n1; give all ranks"),
-    (report_of(versions={"NVIDIA driver": "550"}, but={3: {"versions": {"NVIDIA driver": "535"}}}),
-     "warning: rank 3 on n2: NVIDIA driver is 535, 550 on ra"),
-    (report_of(but={1: {"variables": {"NCCL_ALGO": "Ring"}}}), "warning: rank 1 on n1: NCCL_ALGO is Ring, expected missing as"),
-    (report_of(but=gpus("a", "b", "c", "d")), ""),
-    (report_of(but=gpus("a", "a", "c", "d")), "error: ranks 0-1 on n1: use one GPU (a), expected one each; make all GPUs o"),
-    (report_of(but=gpus("a", "b", "c")), "error: rank 3 on n2: found no GPU, but ranks 0-2 on"),
-    (report_of(but={**gpus("a", "b", "c"), 3: {"gpu_problem": "is lost"}}), "error: rank 3 on n2: is lost"),
-    (report_of(but=gpus("a", "b", "c", "d", node=3)), "warning: rank 3 on n2: cores are on NUMA node 0, the GPU is at 3; "),
-    (report_of(but=gpus("a", "b", "c", "d", node=3), cpus=tuple(range(8))), ""),  # not bound: a GPU's node may have no cores
-    (report_of(but={1: {"cpus": (1, 2, 3)}}), "warning: ranks 0-1 on n1: are bound to the same CPUs (partly), expected cores of"),
-    (report_of(cpus=tuple(range(8))), ""),  # not bound, and there are cores for all threads
-    (report_of(2, cpus=tuple(range(8)), threads=8),
-     "warning: all 2 ranks: start 16 threads on 8 CPUs, expected at most one on each; set OMP_NUM_THREADS=4"),
-    (report_of(**CROWDED), "warning: all 4 ranks: start 4 threads on 2 CPUs, expected at most one on each; start at most 2 ranks"),
-    (report_of(2, 1, but={1: {"machine": "n2"}}), ""),  # containers of one computer with names of their own share its cores
-    (report_of(2, 1, but={1: {"machine": "n1", "cpus": (1, 2, 3)}}), "warning: all 2 ranks: are bound to the same CPUs (partly)"),
+    *((read_report(fields), text) for fields, text, *_ in load_json("doctor_findings")), (Report(), ""),
     (report_of(4, 4, network=links(lambda a, b: 2 in (a, b))),  # a slow rank instead of its links
      "warning: rank 2 on n1: has slow links to all others: 50 us, the others 10 us; look at its node's"),
     (report_of(6, 6, network=links(lambda a, b: (a, b) == (1, 4), 6)),
@@ -87,16 +77,7 @@ RULES = [
     (report_of(**CROWDED, network=pace(shares=dict.fromkeys(range(4), 0.3))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
     (report_of(network=pace({3: 5e10})), "warning: rank 3 on n2: multiplies matrices at 50.0 GFLOP/s, the others at 100.0; "),
     (report_of(network=pace(shares={1: 0.5})), "warning: rank 1 on n1: had CPU time for its threads 50% of the time"),
-    (report_of(storage=folders(seen=False)), "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expect"),
-    (report_of(storage=folders(problem="Disk quota exceeded", free=0)),
-     "error: rank 3 on n2: /run is not writable: Disk quota exceeded; name another with --directory"),
-    (report_of(storage=folders(free=1 << 20)), "warning: rank 3 on n2: /run: 1.05 MB are free, expected 10.7 GB or more; "),
     (report_of(storage=Folders({0: Folder("/run", seen=True)})), ""),  # a rank that does not measure
-    (report_of(5, 1, storage=folders(5, read=5e8)),
-     "warning: rank 4 on n5: /run: reads 500 MB/s when all nodes read at once, the others 2 GB/s; look"),
-    (report_of(shm=64 << 20), "warning: all 4 ranks: /dev/shm has 67.1 MB, expected 1.07 GB or more"),
-    (report_of(locked=8 << 20, rdma=True), "warning: all 4 ranks: may lock 8.39 MB of memory, expected no limit"),
-    (report_of(files=1024), "warning: rank 0 on n1: may open 1,024 files, and rank 0 of 4 needs 1,056"),
 ]  # fmt: skip
 
 
