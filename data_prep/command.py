@@ -22,7 +22,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -184,11 +184,6 @@ def data_files(folder: Path) -> list[Path]:
     """Return the files of a folder at any depth, sorted, without hidden ones and those of ``DOCUMENTATION``."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in DOCUMENTATION)
     return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-
-
-def list_unread(folder: Path, read: Collection[Path]) -> list[tuple[str, str]]:
-    """Return the other data files of a folder, and why they are not read."""
-    return [(str(path), f"files {path.suffix or path.name} are not read") for path in data_files(folder) if path not in read]
 
 
 def describe_sources(sources: Mapping[str, Sequence[Any]]) -> str:

@@ -156,7 +156,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     for split, folder in command.source_folders(options.source, "data-*.h5 in each").items():
         steps = sorted(folder.glob("data-*.h5"))
         files = [path.relative_to(options.source).as_posix() for path in steps][: options.limit]
-        unread += command.list_unread(folder, steps)
+        unread += [(str(path), f"files {path.suffix} are not read") for path in command.data_files(folder) if path not in steps]
         if not files:
             raise ConfigError(f"{folder}: no files data-*.h5; name the folder of the splits, such as train")
         sources[split] = files

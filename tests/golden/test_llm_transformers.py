@@ -23,6 +23,7 @@ from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress, export
 from hpcai.train.step import Step
+from tests.reference_data import load_json
 
 _WHY = "{} is not installed: conversion to and from it is NOT tested; pip install hpcai-suite[peers]"
 transformers: Any = pytest.importorskip("transformers", reason=_WHY.format("transformers"))
@@ -31,18 +32,9 @@ peft: Any = pytest.importorskip("peft", reason=_WHY.format("peft"))
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # from peft's call of transformers
-ROPES: list[dict[str, Any]] = [
-    {"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5},
-    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 12},
-]  # fmt: skip
+ROPES = load_json("llm/small_peers")["ropes"]
 SEEDS = range(3)
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"key_heads": 2},
-    "llama3, tied": {"tied": True, "head": 10, "rotary": {"theta": 7e4, "scaling": {"factor": 4.0, "original": 16}}},
-    "linear": {"key_heads": 1, "rotary": {"scaling": {"kind": "linear", "factor": 3.0}}},
-    "gpt2": {"rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True},
-    "gelu by erf": {"rotary": None, "norm": "layer", "feed": "gelu_erf", "bias": True, "tied": True},
-}  # fmt: skip
+CONFIGS = load_json("llm/small_peers")["configs"]
 
 
 @pytest.fixture(autouse=True)

@@ -17,16 +17,8 @@ from tests.reference_data import load_json
 APPS = Path(__file__).resolve().parents[2] / "apps"
 compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
 
-SETTINGS: dict[str, Any] = {
-    "model": {"dropout": 0.5},
-    "step": {"optimizer": "sgd", "lr": 4e-3, "weight_decay": 0.0,
-             "schedule": {"warmup": 2.0, "start": 1e-3, "decay_at": (4.0, 6.0), "decay_to": (0.25, 0.0625)}},
-    "train": {"seed": 7, "target": 0.124, "metric": "mae"}, "data": {"batch": 32},
-}
-START = {
-    "name": "small", "world": 8, "nodes": 2, "device": "NVIDIA H200", "parameters": 8907556, "steps": 8, "epochs": 4,
-    "train_samples": 64, "validation_samples": 16, "resumed_from": None,
-}
+SETTINGS = load_json("mllog/small_run")["settings"]
+START = load_json("mllog/small_run")["start"]
 
 
 class Case(NamedTuple):

@@ -9,14 +9,10 @@ import pytest
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, center, collate, featurize
 from hpcai.models.openfold.formats import parse_features
-from tests.reference_data import load_arrays
+from tests.reference_data import load_arrays, load_json
 
 # With missing atoms the reference's angles are noise and hpcai's are 0; its float32 frames have rounding errors.
-MASKS = {
-    "chi_angles_sin_cos": "chi_mask", "rigidgroups_gt_frames": "rigidgroups_gt_exists",
-    "rigidgroups_alt_gt_frames": "rigidgroups_gt_exists", "template_torsion_angles_sin_cos": "template_torsion_angles_mask",
-    "template_alt_torsion_angles_sin_cos": "template_torsion_angles_mask",
-}  # fmt: skip
+MASKS = load_json("openfold_features/masks")
 SAMPLED = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
 
 

@@ -10,6 +10,7 @@ import torch
 from hpcai.kernels import triton_support
 from hpcai.settings import StepConfig
 from hpcai.train.auto_settings import set_backend_flags
+from tests.reference_data import load_json
 
 
 def with_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -17,15 +18,7 @@ def with_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(folder)})
 
 
-@pytest.mark.parametrize(
-    "triton, compiler, cc, headers, message",
-    [
-        (False, "gcc", None, True, "Triton is not installed"),
-        (True, "", None, True, "no gcc and no clang, and Triton needs a C compiler"),
-        (True, "gcc", "/nowhere/cc", True, "CC=/nowhere/cc is no program"),
-        (True, "clang", None, False, "Python.h, which Triton compiles against"),
-    ],
-)
+@pytest.mark.parametrize("triton, compiler, cc, headers, message", load_json("refused/triton"))
 def test_a_missing_requirement_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, triton: bool, compiler: str,
                                         cc: str | None, headers: bool, message: str) -> None:  # fmt: skip
     with_headers(monkeypatch, tmp_path)

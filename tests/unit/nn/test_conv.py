@@ -11,6 +11,7 @@ from torch import nn
 
 from hpcai.nn import Conv2d, Conv3d, ConvTranspose2d, ConvTranspose3d
 from hpcai.nn.conv import channels_last, conv3d
+from tests.reference_data import load_json
 
 LAST = torch.channels_last_3d
 LAYOUTS = [torch.contiguous_format, LAST]
@@ -39,30 +40,16 @@ def with_weights(layer: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> t
     return torch.func.functional_call(layer, dict(zip(dict(layer.named_parameters()), weights)), (x,))
 
 
-SHAPES = [
-    # channels in and out, volume, kernel, stride, padding, dilation
-    (1, 8, (16, 12, 10), 3, 1, 1, 1),
-    (4, 5, (16, 16, 16), 3, 1, 1, 1),
-    (4, 5, (9, 7, 12), 3, 1, (1, 0, 0), 1),
-    (3, 5, (7, 9, 6), 3, 2, 1, 1),
-    (16, 8, (16, 14, 12), 3, 2, 1, 1),
-    (16, 8, (4, 4, 4), 3, 1, 1, 1),
-    (16, 8, (2, 2, 2), 3, 2, 1, 1),
-    (8, 8, (1, 20, 20), 3, 1, 1, 1),
-    (8, 6, (12, 13, 11), (3, 1, 2), (1, 2, 3), (0, 2, 1), (2, 1, 1)),
-    (3, 2, (10, 10, 10), 5, 3, 2, 1),
-    (8, 6, (6, 5, 4), 1, 1, 0, 1),
-    (8, 6, (6, 5, 4), 1, (1, 2, 2), 0, 1),
-]
+SHAPES = load_json("convolutions")["shapes"]  # channels in and out, volume, kernel, stride, padding, dilation
 
 
-def triple(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (value,) * 3 if isinstance(value, int) else value
+def triple(value: int | list[int]) -> tuple[int, ...]:
+    return (value,) * 3 if isinstance(value, int) else tuple(value)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
-def test_conv3d_equals_torch(case: tuple[Any, ...], layout: torch.memory_format) -> None:
+def test_conv3d_equals_torch(case: list[Any], layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     inputs, outputs, volume, *args = case
     kernel, stride, padding, dilation = map(triple, args)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network, read_folder, save_folder
-from tests.reference_data import DATA, load_arrays
+from tests.reference_data import DATA, load_arrays, load_json
 
 HOME = DATA / "diffusion" / "broken"
 FILE, CONFIG = "diffusion_pytorch_model.safetensors", "config.json"
@@ -96,13 +96,7 @@ def test_damaged_indices_raise(tmp_path: Path) -> None:
         read_folder(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("act_fn", "gelu"), ("flip_sin_to_cos", False), ("freq_shift", 1), ("resnet_time_scale_shift", "scale_shift"),
-        ("transformer_layers_per_block", 2), ("of_a_later_version", "something"), ("up_block_types", ["UpBlock2D"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "value"), load_json("refused/diffusers_settings"))
 def test_unsupported_settings_are_named(name: str, value: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(HOME / "ok", tmp_path / "net")
     change_config(**{name: value})(folder)

@@ -9,21 +9,13 @@ import torch
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, draw_ensemble, ensemble_scores, loss, score, scores
 from hpcai.models.diffusion.objective import LEVELS
+from tests.reference_data import load_json
 
 UNET: dict[str, Any] = {
     "inputs": 1, "outputs": 1, "field": 1, "tokens": None, "channels": (8, 16), "blocks": 1, "attention": ("none", "none"),
     "middle": "self", "heads": (1, 2), "groups": 4, "patch": 2, "zero": False,
 }  # fmt: skip
-CASES: dict[str, dict[str, Any]] = {
-    "epsilon": {"objective": {"prediction_type": "epsilon"}, "sampler": {"method": "ddim", "steps": 3}},
-    "v": {"objective": {"prediction_type": "v", "min_snr": 5.0}, "sampler": {"method": "dpm++", "steps": 3}},
-    "x0": {"objective": {"prediction_type": "x0", "schedule": "cosine"}, "sampler": {"method": "ddpm", "steps": 3}},
-    "edm": {
-        "objective": {"prediction_type": "edm", "mean": -1.2, "deviation": 1.2},
-        "sampler": {"method": "heun", "steps": 3, "spacing": "karras", "churn": 2.0},
-    },
-    "flow": {"objective": {"prediction_type": "flow", "times": "logit_normal"}, "sampler": {"method": "euler", "steps": 3}},
-}  # fmt: skip
+CASES = load_json("diffusion/small_models")
 
 
 def new_model(case: str = "flow", **overrides: Any) -> Diffusion:

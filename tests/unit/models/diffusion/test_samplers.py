@@ -12,6 +12,7 @@ from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import ObjectiveConfig, SamplerConfig
 from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import SPACINGS, draw_samples, plan_steps, sample
+from tests.reference_data import load_json
 from tests.unit.models.operation_checks import ForbidOps
 
 SHAPE = (3, 2, 4, 5)
@@ -84,25 +85,13 @@ def test_steps_are_lazy_and_the_last_is_the_sample() -> None:
     assert calls == [1.0, 0.75, 0.5, 0.25] and torch.equal(last, draw_samples(network, objective, settings, randn(*SHAPE)))
 
 
-@pytest.mark.parametrize("kind, settings, message", [
-    ("flow", {"method": "ddim"}, "method ddim needs a schedule.*flow has none; set method to euler or heun"),
-    ("v", {"method": "heun", "clean": False}, r"clean false is of ddim and dpm\+\+; method is heun; set clean to true"),
-    ("edm", {"method": "heun", "spacing": "karras", "low": 3.0, "high": 2.0}, "begin at 2 and end at 3; expected low below high"),
-    ("v", {"guidance": 2.0}, "guidance 2 compares.*give unconditional, or set guidance 1"),
-    ("v", {"method": "ddpm"}, "adds noise in steps; give step_noise"),
-    ("edm", {"method": "heun", "spacing": "karras", "churn": 4.0}, "adds noise in steps; give step_noise"),
-    ("v", {"method": "dpm++", "eta": 0.5, "shift": 2.0}, "(?s)eta 0.5.*\n.*shift 2"),
-])  # fmt: skip
+@pytest.mark.parametrize("kind, settings, message", load_json("refused/samplers")["settings"])
 def test_inconsistent_settings_are_errors_before_the_first_step(kind: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sample(never, new_objective(kind), SamplerConfig(**settings), randn(*SHAPE))
 
 
-@pytest.mark.parametrize("kind, settings, message", [
-    ("epsilon", {"method": "ddim"}, "begins at level 999, which is noise alone: a prediction of epsilon does not"),
-    ("epsilon", {"spacing": "linspace"}, "set spacing to leading or train v"),
-    ("v", {"method": "heun", "spacing": "linspace"}, "sigma / alpha is infinite; set spacing to karras or leading"),
-])  # fmt: skip
+@pytest.mark.parametrize("kind, settings, message", load_json("refused/samplers")["pure_noise"])
 def test_a_level_of_pure_noise_is_an_error_for_some_methods(kind: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_steps(new_objective(kind, zero_snr=True), SamplerConfig(**settings))

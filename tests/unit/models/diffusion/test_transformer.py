@@ -19,6 +19,7 @@ from hpcai.nn.matmul import FusedLinear
 from hpcai.settings import StepConfig
 from hpcai.train.auto_settings import enable_float8
 from hpcai.train.compiling import repeated_blocks
+from tests.reference_data import load_json
 from tests.unit.models.operation_checks import saved_tensor_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,11 +123,7 @@ def test_linear_layers_use_float8_except_modulations_and_the_outermost(kind: str
 
 # ---- errors
 
-UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "another class": ({"_class_name": "UNet3DModel"}, "_class_name is 'UNet3DModel'; expected one of UNet2DConditionModel, "),
-    "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4; networks here support null only"),
-    "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to the 128"),
-}  # fmt: skip
+UNSUPPORTED = load_json("refused/transformers")
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)

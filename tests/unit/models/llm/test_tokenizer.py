@@ -13,7 +13,7 @@ import tokenizers
 
 from hpcai.errors import ConfigError, DataError, MissingExtraError
 from hpcai.models.llm import Tokenizer
-from tests.reference_data import DATA
+from tests.reference_data import DATA, load_json
 
 GOLDEN = DATA / "llm" / "tokenizer"
 TEXTS = ["", "plain", "naïve — “½”", "你好 Привет مرحبا", "😀👨‍👩‍👧 ok", "\0\x1f\ufeff\uffff", "a<|endoftext|>b",
@@ -173,18 +173,7 @@ def test_templates_are_read_from_a_list_or_a_separate_file(tmp_path: Path) -> No
         Tokenizer.byte_level().chat([])
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "error"),
-    [
-        ("{{ messages[0]['content'] + 1 }}", [{"role": "user", "content": ""}], "chat template: can only concatenate str"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [], "chat template: .*unsafe"),
-        ("x", "text", "messages: a str, expected a list such as"),
-        ("x", [{"role": "user"}], "messages: one has role, expected role and content"),
-        ("x", [{"role": "user", "content": 3}], "messages: the content of one is a int, expected text"),
-        ("x", [{"role": "user", "content": [{"type": "image_url"}]}], "messages: one has parts of type image_url, expected text"),
-        ("x", [{"from": "observation", "value": "a"}], "messages: one is from 'observation', expected human, user, gpt"),
-    ],
-)
+@pytest.mark.parametrize(("template", "messages", "error"), load_json("refused/chats"))
 def test_a_wrong_template_or_message_is_an_error(tmp_path: Path, template: str, messages: Any, error: str) -> None:
     with pytest.raises(DataError, match=error):
         Tokenizer.load(with_template(tmp_path / "t", template)).chat(messages)

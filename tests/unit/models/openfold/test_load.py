@@ -13,23 +13,12 @@ from hpcai.errors import CheckpointError
 from hpcai.models.openfold.config import OpenFoldConfig
 from hpcai.models.openfold.load import Form, load_weights, public_names, to_public
 from hpcai.models.openfold.model import OpenFold
+from tests.reference_data import load_json
 
 TINY = OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True})
 COLUMN = "evoformer.blocks.7.msa_att_col."
 # Differs from the published presets in every setting that is inferred from weights; sizes are unequal.
-ODD = OpenFoldConfig.model_validate({
-    "msa": 24, "pair": 20, "single": 28, "blocks": 3,
-    "rows": {"head": 6, "heads": 2, "outer": 3, "transition": 3}, "pairs": {"triangle": 10, "head": 5, "heads": 3, "transition": 1},
-    "extra": {
-        "channels": 12, "blocks": 2, "msa": {"head": 2, "heads": 5, "outer": 7, "transition": 2},
-        "pairs": {"triangle": 9, "head": 4, "heads": 6, "transition": 5},
-    },
-    "template": {
-        "channels": 14, "blocks": 2, "pairs": {"triangle": 11, "head": 8, "heads": 4, "transition": 6}, "head": 13, "heads": 4,
-    },
-    "structure": {"head": 5, "heads": 3, "query_points": 2, "value_points": 6, "angle": 17},
-    "heads": {"plddt": 15},
-})  # fmt: skip
+ODD = OpenFoldConfig.model_validate(load_json("openfold/odd_settings"))
 
 
 def network(cfg: OpenFoldConfig = TINY) -> OpenFold:
