@@ -233,9 +233,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     add_ranges_option(parser)
 
 
-def convert_files(
-    root: Path, sources: Sequence[str], source: Source, attributes: dict[str, Any], path: Path
-) -> store.Refused:  # fmt: skip
+def convert_files(root: Path, sources: Sequence[str], source: Source, attributes: dict[str, Any], path: Path) -> store.Refused:
     convert = partial(_convert_records, root, sources, source, attributes, path)
     try:
         return convert(len(sources))

@@ -9,9 +9,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcai.arrays import FILL_VALUES
 from hpcai.errors import DataError
 
-NETCDF_FILL = 9.969209968386869e36  # of float32 and float64
 PLUGINS = {32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2"}  # without a label
 
 
@@ -35,7 +35,8 @@ def open_dataset(file: h5py.File, name: str) -> h5py.Dataset:
 
 def fill_values(data: h5py.Dataset) -> NDArray[Any]:
     """Return the values that stand for missing ones by netCDF's conventions."""
-    return np.hstack([NETCDF_FILL, *(np.ravel(data.attrs[name]) for name in ("_FillValue", "missing_value") if name in data.attrs)])
+    names = [name for name in ("_FillValue", "missing_value") if name in data.attrs]
+    return np.hstack([FILL_VALUES[0], *(np.ravel(data.attrs[name]) for name in names)])
 
 
 def check_filters(data: h5py.Dataset) -> None:

@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 RESTYPES = "ARNDCQEGHILKMFPSTWYV"  # sorted by three-letter name
 UNKNOWN, GAP, MASKED = 20, 21, 22
-RESNAMES = (
-    "ALA", "ARG", "ASN", "ASP", "CYS", "GLN", "GLU", "GLY", "HIS", "ILE",
-    "LEU", "LYS", "MET", "PHE", "PRO", "SER", "THR", "TRP", "TYR", "VAL",
-)  # fmt: skip
+_GEOMETRY = tomllib.loads(Path(__file__).with_name("residues.toml").read_text(encoding="utf-8"))
+RESNAMES = tuple(_GEOMETRY["atoms"])
 ATOM_TYPES = (
     "N", "CA", "C", "CB", "O", "CG", "CG1", "CG2", "OG", "OG1", "SG", "CD", "CD1", "CD2", "ND1", "ND2", "OD1", "OD2", "SD",
     "CE", "CE1", "CE2", "CE3", "NE", "NE1", "NE2", "OE1", "OE2", "CH2", "NH1", "NH2", "OH", "CZ", "CZ2", "CZ3", "NZ", "OXT",
@@ -34,17 +32,11 @@ C_N_LENGTH = (1.329, 0.014), (1.341, 0.016)  # angstrom; the second if the next 
 COS_CA_C_N = -0.4473, 0.0311
 COS_C_N_CA = -0.5203, 0.0353
 
-# Pairs of symmetric atoms, which a rotation of the last chi by 180 degrees exchanges.
-_AMBIGUOUS_ATOMS = {"ASP": "OD1 OD2", "GLU": "OE1 OE2", "PHE": "CD1 CD2 CE1 CE2", "TYR": "CD1 CD2 CE1 CE2"}
-
 
 class _Residue(NamedTuple):
     chain: list[str]  # of the chi angles, from N
     group: dict[str, int]
     position: dict[str, NDArray[np.float64]]
-
-
-_GEOMETRY = tomllib.loads(Path(__file__).with_name("residues.toml").read_text(encoding="utf-8"))
 
 
 def _parse_cells(text: str) -> list[list[str]]:
@@ -78,7 +70,7 @@ ATOM14_RADIUS = _constant([[VAN_DER_WAALS.get(name[:1], 0) for name in row] for 
 
 def _atom_swaps() -> Iterator[list[int]]:
     for name, row in zip((*RESNAMES, "X"), ATOM14_NAMES):
-        first, second = (_AMBIGUOUS_ATOMS.get(name, "").split()[start::2] for start in (0, 1))
+        first, second = (_GEOMETRY["ambiguous"].get(name, "").split()[start::2] for start in (0, 1))
         swapped = dict(zip(first + second, second + first))
         yield [row.index(swapped[atom]) if atom in swapped else index for index, atom in enumerate(row)]
 

@@ -25,6 +25,7 @@ from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig, Tokenizer, adapt, save_adapter
 from hpcai.models.llm.text import start_tokens
 from tests.ranks.launch import on_ranks
+from tests.reference_data import load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES: dict[str, Any] = {"vocabulary": 260, "width": 16, "layers": 2, "heads": 2, "inner": 24, "positions": 64}
@@ -102,9 +103,7 @@ def test_a_file_of_prompts_is_completed_by_line_and_resumed(home: Path, tmp_path
     assert "out.jsonl: line 3: belongs to no prompt of" in command(generate.run, *args, f"out={out}", code=1)[1]
 
 
-@pytest.mark.parametrize(("row", "reason"), [
-    ('{"text": "a", "messages": []}', "line 2: has text, messages"), (json.dumps({"text": "a" * 70}), "line 2 has 71 tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(("row", "reason"), load_json("refused/prompts"))
 def test_an_invalid_prompt_is_refused_with_its_line_number(row: str, reason: str, home: Path, tmp_path: Path, command: Any) -> None:
     (tmp_path / "p.jsonl").write_text(f'{{"text": "a"}}\n{row}\n')
     stdout, stderr = command(generate.run, *command_args(weights=home, file=tmp_path / "p.jsonl"), code=1)
@@ -176,10 +175,7 @@ def test_a_choice_is_tokenized_with_its_context(home: Path) -> None:
         score.encode_choice(model, long, "y" * 70, None)
 
 
-@pytest.mark.parametrize("row", [
-    "{", '{"context": "a", "choices": ["b", "c"]}', '{"context": "a", "choices": ["b", "c"], "answer": 2}',
-    '{"context": "a", "choices": ["b", ""], "answer": 0}',
-])  # fmt: skip
+@pytest.mark.parametrize("row", load_json("refused/questions"))
 def test_an_invalid_question_is_refused_with_its_line_number(row: str, home: Path, tmp_path: Path, command: Any) -> None:
     (tmp_path / "q.jsonl").write_text(f'{{"context": "a", "choices": ["b", "c"], "answer": 0}}\n\n{row}\n')
     assert "q.jsonl: line 3: " in command(score.run, f"weights={home}", f"tasks={tmp_path / 'q.jsonl'}", code=1)[1]

@@ -17,6 +17,7 @@ from hpcai.cli import apps, bench
 from hpcai.cli.bench import gpu_clocks, gpu_kernels, gpu_steps, timing
 from hpcai.cli.benchmarks import find_workload
 from hpcai.kernels import attention, triton_support
+from tests.reference_data import load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,12 +100,7 @@ def test_cases_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None
         assert case in names and len(set(names)) == len(names) and not any(" " in name for name in names)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [(["chess"], "there is no part 'chess'; expected some of apps, kernels"),
-     (["apps", "--case", "attention-rows"], "no case 'attention-rows' in apps"),
-     (["--variants", "fast"], "no variant 'fast'; expected some of eager, captured")],
-)  # fmt: skip
+@pytest.mark.parametrize(("args", "message"), load_json("refused/gpu_benches"))
 def test_an_unknown_name_is_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(["gpu", *args])
