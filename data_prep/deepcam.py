@@ -162,8 +162,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
         sources[split] = files
     if not sources:
         raise ConfigError(f"{options.source}: holds no folder train, validation or test; put the files of each split into one")
-    paths = [options.source / file for files in sources.values() for file in files]
-    height, width = _first_shape(paths, options.skip_bad)
+    height, width = _first_shape([options.source / file for files in sources.values() for file in files], options.skip_bad)
     recipe = {"kind": "convert", "rows": options.rows, "height": height, "width": width,
               "sources": {split: command.fingerprint(files) for split, files in sources.items()}}  # fmt: skip
     message = f"source files: {command.describe_sources(sources)}, of {height} x {width} cells in {options.source}"
