@@ -44,7 +44,6 @@ R = TypeVar("R", bound="Recipe")
 SKIPPED = "skipped.json"
 DOCUMENTATION = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}       # suffixes of files that users keep beside data
 WARNINGS = ("leak", "duplicate", "constant")    # findings of a check that are printed, and do not fail it
-MAX_WARNINGS = 3
 
 
 # ---- options
@@ -416,7 +415,7 @@ def check_index(prepared: PreparedDataset) -> list[str]:
     rows = sum(entry["rows"] for _, entry, _ in prepared.files)
     outcome = check_dataset(prepared.out, Options(seconds=0))
     errors = [finding for finding in outcome.findings if finding.severity == "error" and finding.code not in WARNINGS]
-    for finding in [finding for finding in outcome.findings if finding.code in WARNINGS][:MAX_WARNINGS]:
+    for finding in [finding for finding in outcome.findings if finding.code in WARNINGS][: store.MAX_REASONS]:
         print(f"warning: {finding.path}: {finding.text}")
     verdict = f"mistakes: {len(errors)}" if errors else "equal"
     print(f"{len(prepared.files)} files, {rows} samples against index.json: {verdict}", flush=True)

@@ -19,7 +19,6 @@ cores, interruptions and a later extension of the set change nothing in it."""
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -180,10 +179,9 @@ def convert(options: argparse.Namespace) -> command.Plan:
     trajectory_sources.check_frames(all_origins, options)
     description = trajectory_sources.describe_source(all_origins, options)
     jobs: list[store.Job] = []
-    count: Counter[str] = Counter()
-    for split, group in trajectory_sources.split_frames(origins, options).items():
+    parts = trajectory_sources.split_frames(origins, options)
+    for split, group in parts.items():
         frames_of_split = [(origin, n) for origin, picked in group for n in picked]
-        count[split] = len(frames_of_split)
         for number, chunk in enumerate(command.batched(frames_of_split, source.frames)):
             selected = [SelectedFrames(file.path, file.name, {n for _, n in rows}, file.labels)
                         for file, rows in groupby(chunk, itemgetter(0))]  # fmt: skip
@@ -193,9 +191,11 @@ def convert(options: argparse.Namespace) -> command.Plan:
     digests = {split: command.fingerprint(group, "files, names and frames") for split, group in names.items()}
     recipe = {"kind": "convert", **source.json_dict, "origin": description, "sources": digests}
     header = frames.header([description], description["labels"], source.cutoff, source.most)
-    text = "frames: " + ", ".join(f"{number} for {split}" for split, number in count.items())
+    text = "frames: " + ", ".join(f"{sum(len(picked) for _, picked in group)} for {split}" for split, group in parts.items())
     text += trajectory_sources.describe_notes(all_origins)
-    return command.Plan(recipe, jobs, header, text, refused=bad)
+    others = [path for path in command.data_files(root) if trajectories.file_format(path) is None]  # none if SOURCE is a file
+    unread = [(str(path), f"files {path.suffix} are not read") for path in others]
+    return command.Plan(recipe, jobs, header, text, refused=[*bad, *unread])
 
 
 # ---- check
