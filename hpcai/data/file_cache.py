@@ -31,7 +31,7 @@ class _Entry(Generic[T]):
 
 class FileCache(Generic[T]):
     """An LRU cache of ``limit`` open files, for several threads. Files in use stay open, also beyond the limit. The system's limit
-    of open files is raised where it may be; each cache keeps an eighth of it at most.
+    of open files is raised where it may be; each cache keeps at most 1/8 of it open.
 
     ``open`` and ``close`` are called without the lock, from the thread that first uses a file or that releases it last.
     """
