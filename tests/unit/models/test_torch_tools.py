@@ -58,7 +58,7 @@ TOOLS: dict[str, Callable[[Any, Any], Any]] = {
     "torch.export": lambda model, args: torch.export.export(model, args, strict=False).module(),
 }
 QUICK = [(name, tool) for tool in TOOLS for name in MODELS if "torch" not in tool or name in ("cosmoflow", "dit")]
-SLOW = [pytest.param(name, tool, marks=pytest.mark.slow) for tool in TOOLS for name in MODELS if (name, tool) not in QUICK]
+CLAIMS = [pytest.param(name, tool, marks=pytest.mark.claim) for tool in TOOLS for name in MODELS if (name, tool) not in QUICK]
 
 
 def build(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -99,7 +99,7 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("name", "tool"), [*QUICK, *SLOW])
+@pytest.mark.parametrize(("name", "tool"), [*QUICK, *CLAIMS])
 def test_a_tool_of_torch_changes_no_loss_and_no_gradient(name: str, tool: str) -> None:
     model, args = build(name)
     expected = gradients(model, args)
