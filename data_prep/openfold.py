@@ -335,17 +335,14 @@ def _read_hits(output: OutputFile) -> Iterator[Hits]:
 
 def convert_chains(output: OutputFile, path: Path) -> store.Refused:
     """Write a file of chains. Returns the chains that cannot be used."""
-    usable, refused, entry = [], list[tuple[str, str]](), lru_cache(1)(read_structure)
+    usable, refused, entry = [], store.Skipped(skip_bad=True), lru_cache(1)(read_structure)
     for selected, hits in zip(output.chains, _read_hits(output)):
-        try:
+        with refused.catch(selected.name):
             chain = _select_chain(entry(selected.source), selected.name)
             alignment = None if selected.folder is None else read_alignments(selected.folder, chain.sequence)
             usable.append(chains.chain_row(chain, alignment, selected.cluster, selected.cluster_size, output.most, hits))
-        except DataError as problem:
-            refused.append((selected.name, str(problem)))
-    if not usable:
-        raise DataError(f"{path}: none of its {len(refused)} chains can be used, the first because {refused[0][1]}")
-    chains.write(path, usable, {"kind": "converted"})
+    if usable:
+        chains.write(path, usable, {"kind": "converted"})
     return refused
 
 

@@ -365,10 +365,11 @@ def finalize(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: d
 
 
 def count_by_reason(items: Sequence[Sequence[str]]) -> str:
-    """Return the commonest reasons, each with its count and an example. Reasons that differ only in numbers are one."""
+    """Return the commonest reasons, each with its count and an example. Reasons that differ only in numbers and paths are
+    one."""
     kinds: dict[str, list[str]] = {}
     for where, reason in items:
-        kinds.setdefault(re.sub(r"\d[\d.,]*", "N", reason), []).append(f"{where}: {reason}")
+        kinds.setdefault(re.sub(r"\S*/\S+|\d[\d.,]*", "N", reason), []).append(f"{where}: {reason}")
     commonest = sorted(kinds.values(), key=len, reverse=True)[:MAX_REASONS]
     texts = [f"{len(examples)} such as {examples[0]}" for examples in commonest]
     return " | ".join(texts + ([f"and {len(kinds) - MAX_REASONS} other reasons"] if len(kinds) > MAX_REASONS else []))

@@ -358,7 +358,7 @@ def spoil_library(library, fault):
 FAULTS = {
     "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "contains no .cif, .pdb or .ent",
     "others": "has a folder for none of 5 chains, such as 1aaa_A", "short": "none of its 5 files can be used, the first because",
-    "unreadable": "none of its 3 chains can be used, the first because",
+    "unreadable": "out/train: no item can be used: 3 such as 1aaa_A: ",
 }  # fmt: skip
 
 
