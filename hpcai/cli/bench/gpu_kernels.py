@@ -249,8 +249,8 @@ def _torch_adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
 
 
 def _update_bytes(passes: int, inputs: Sequence[Tensor], both: bool) -> int:
-    """Weights and moments are read and written, the gradient is read. A second pass reads weights, and the direction of the
-    first."""
+    """Return the bytes of an update: weights and moments are read and written, the gradient is read. A second pass reads weights
+    and the direction that the first has written, and writes weights."""
     w, g, *moments = inputs
     return 2 * w.nbytes + g.nbytes + 2 * sum(m.nbytes for m in moments) + (passes - 1) * 3 * w.nbytes
 
