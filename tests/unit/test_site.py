@@ -1,0 +1,144 @@
+"""The pages as a site: each is in it, its links hold, it needs no network, and a browser shows it as it should."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+
+from tests.unit.test_pages import PAGES, ROOT
+
+pytest.importorskip("mkdocs")
+
+# A page beside the others: it opens each in a frame as wide as a window and as a phone, and switches its colours.
+LOOK = """<!DOCTYPE html><body><pre id="found"></pre><script>
+const found = new Set();
+const luminance = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
+  .map((part) => part <= .04045 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4)
+  .reduce((sum, part, n) => sum + part * [.2126, .7152, .0722][n], 0);
+function background(element, view) {
+  const colour = view.getComputedStyle(element).backgroundColor;
+  return colour === "rgba(0, 0, 0, 0)" ? background(element.parentElement, view) : colour;
+}
+async function look(page, width) {
+  const frame = document.createElement("iframe");
+  Object.assign(frame, { width, height: 900, src: page });
+  document.body.append(frame);
+  await new Promise((done) => { frame.onload = done; });
+  const view = frame.contentWindow, text = frame.contentDocument, root = text.documentElement, before = root.dataset.theme;
+  const say = (fault) => found.add(`${page} at ${width} pixels, ${root.dataset.theme}: ${fault}`);
+  for (let n = 0; n < 2; n++) {
+    if (root.scrollWidth > root.clientWidth) say(`${root.scrollWidth} pixels wide`);
+    for (const image of text.images) {
+      if (!image.naturalWidth) say(`no picture ${image.src}`);
+      else if (image.clientWidth < 200) say(`a picture ${image.clientWidth} pixels wide`);
+    }
+    for (const cell of text.querySelectorAll("table:not(:has(img)) td")) {
+      if (view.getComputedStyle(cell).borderBottomStyle !== "solid") say("a table without lines");
+    }
+    for (const element of width > 1000 ? text.querySelectorAll("article *, #nav *, #toc *") : []) {
+      if (!element.textContent.trim() || element.matches(".headerlink")) continue;
+      const colours = [view.getComputedStyle(element).color, background(element, view)];
+      const [dark, light] = colours.map(luminance).sort((a, b) => a - b);
+      if ((light + .05) / (dark + .05) < 4.5) say(`${element.className || element.tagName} is ${colours[0]} on ${colours[1]}`);
+    }
+    text.getElementById("colours").click();
+  }
+  if (root.dataset.theme !== before) say("the colours do not come back");
+  frame.remove();
+}
+(async () => {
+  for (const page of PAGES) for (const width of [1400, 390]) await look(page, width);
+  document.getElementById("found").textContent = JSON.stringify([...found, "the end"]);
+})();
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"SITE_NOTEBOOKS": "stored"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_page_is_in_the_site_and_its_links_hold_without_a_network(site: Path) -> None:
+    assert set(PAGES) <= set(re.findall(r"[\w./-]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])))
+    texts = {path.resolve(): path.read_text() for path in site.rglob("*.html")}
+    anchors = {path: {"", *re.findall(r'\sid="([^"]*)"', text)} for path, text in texts.items()}
+    for path, text in texts.items():
+        for element, target in re.findall(r'<(\w+)[^>]*\s(?:href|src)="([^"]*)"', text):
+            if element == "a" and target.startswith("https://"):
+                continue
+            file, _, anchor = unquote(target).partition("#")
+            aim = (path.parent / file).resolve() if file else path
+            assert aim.is_file() and anchor in anchors.get(aim, {""}), f"{path.relative_to(site)}: <{element}> leads to {target}"
+    assert len(texts) > len(PAGES)
+    loaded = "\n".join(path.read_text() for path in (site / "assets").glob("*.*s"))
+    assert not re.findall(r"https?://|@import|url\(", loaded)
+
+
+def test_pages_have_the_lists_and_tables_that_commonmark_reads_in_them(site: Path) -> None:
+    tags = r"<(h\d|li|ul|ol|table|tr|td|pre|img|strong|blockquote)\b"
+    for page in PAGES:
+        meant = MarkdownIt("commonmark", {"html": True}).enable("table").render((ROOT / page).read_text())
+        text = (site / page.replace("README.md", "index.md").replace(".md", ".html")).read_text()
+        shown = re.search(r"<article>(.*)</article>", text, re.S)
+        assert shown and Counter(re.findall(tags, shown[1])) == Counter(re.findall(tags, meant)), page
+
+
+def open_browser(address: str, folder: Path, *options: str) -> str:
+    """Return the document that Chromium has of a page when its scripts have run."""
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("Chromium is not installed (make chromium): the site is not looked at in a browser")
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--virtual-time-budget=100000"]
+    return subprocess.run([*command, *options, "--dump-dom", address], capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def test_a_browser_shows_all_pages_wide_and_narrow_light_and_dark(site: Path, tmp_path: Path) -> None:
+    """Nothing runs over, all pictures are there, tables have lines, and texts stand out from their background."""
+    pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
+    (site / "look.html").write_text(LOOK.replace("PAGES", json.dumps(pages)))
+    document = open_browser(f"file://{site}/look.html", tmp_path, "--allow-file-access-from-files")
+    (site / "look.html").unlink()
+    found = re.search(r'<pre id="found">(.*?)</pre>', document, re.S)
+    assert found and json.loads(found[1]) == ["the end"], found and found[1][:4000]
+
+
+def test_search_of_a_folder_finds_a_section(site: Path, tmp_path: Path) -> None:
+    page = site / "docs/gpu/index.html"
+    document = open_browser(f"file://{page}?q=exit+code+85", tmp_path)
+    found = re.findall(r'<a href="([^"]+)"><strong>([^<]+)', document.partition('id="results"')[2].partition("</form>")[0])
+    assert len(found) > 2 and any("Reliability" in title for _, title in found)
+    address, _, anchor = found[0][0].partition("#")
+    assert f'id="{anchor}"' in page.parent.joinpath(address).read_text()
+
+
+def test_a_notebook_is_shown_with_what_it_prints_and_draws(tmp_path: Path) -> None:
+    def load(name: str) -> object:
+        spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/site/{name}.py")
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    cells = "import matplotlib.pyplot as plt\nprint('a < b')\nlist('xy')", "plt.plot([1, 2]);", "open('left', 'w')\n1;"
+    stored = {"cells": [{"cell_type": "markdown", "source": ["# Title"]}, *({"cell_type": "code", "source": [cell]} for cell in cells)]}
+    (tmp_path / "it.ipynb").write_text(json.dumps(stored))
+    load("notebook").main(tmp_path / "it.ipynb", tmp_path / "done.ipynb")
+    text, images = load("hooks").render_notebook(json.loads((tmp_path / "done.ipynb").read_text()), "it")
+    parts = "# Title", "with its outputs", '"output">a &lt; b</pre>', '"output">[\'x\', \'y\']</pre>', "plt.plot", "(it-1.png)"
+    shown = [text.find(part) for part in parts]
+    assert shown == sorted(shown) and shown[0] == 0 and text.count('"output"') == 2, text
+    assert list(images) == ["it-1.png"] and images["it-1.png"].startswith(b"\x89PNG") and sorted(os.listdir(tmp_path)) == ["done.ipynb", "it.ipynb"]
