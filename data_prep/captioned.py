@@ -161,7 +161,15 @@ def _tar_entries(path: Path) -> Iterator[Entry]:
 def read_samples(shard: Shard, entries: Sequence[Entry]) -> Iterator[Sample]:
     """Yield the samples of some entries of a shard. Raises DataError, with file and member, if one cannot be read."""
     if shard.kind == "table":
-        yield from _table_samples(shard.path, entries)
+        rows, at = [entry["row"] for entry in entries], 0
+        for begin, batch in _read_batches(shard.path, ("__key__", *COLUMNS, "timestep")):
+            while at < len(rows) and rows[at] < begin + batch.num_rows:
+                row = {name: batch.column(name)[rows[at] - begin].as_py() for name in batch.schema.names}
+                name = f"{shard.path}: {row['__key__']}"
+                yield Sample(name, level=row.get("timestep"), **_decode_flux(name, row))
+                at += 1
+            if at == len(rows):
+                return
     elif shard.kind == "tar":
         with shard.path.open("rb") as file:
             for entry in entries:
@@ -203,18 +211,6 @@ def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
         has = ", ".join(members) or "nothing"
         raise DataError(f"{name}: no image or moments ({', '.join(IMAGE_SUFFIXES)}); it has {has}: leave it out")
     return Sample(name, caption, **_image_or_moments(data(ending), ending, f"{name}.{ending}"))
-
-
-def _table_samples(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
-    rows, at = [entry["row"] for entry in entries], 0
-    for begin, batch in _read_batches(path, ("__key__", *COLUMNS, "timestep")):
-        while at < len(rows) and rows[at] < begin + batch.num_rows:
-            row = {name: batch.column(name)[rows[at] - begin].as_py() for name in batch.schema.names}
-            name = f"{path}: {row['__key__']}"
-            yield Sample(name, level=row.get("timestep"), **_decode_flux(name, row))
-            at += 1
-        if at == len(rows):
-            return
 
 
 def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:

@@ -223,11 +223,13 @@ def loop_switches(cfg: Any, mesh: Mesh, compile_scope: str) -> list[Switch]:
     enabled = enabled_settings(cfg.step, mesh, compile_scope)
     slow = f"this {kind} does not compute in bfloat16 at full speed" if enabled["precision"] == "fp32" else None
     no_gpu = f"there is no GPU: this process computes on {kind}" if kind == "cpu" else None
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    no_compiler = None if compiler else "there is no C++ compiler, which torch.compile needs here"
     unknown = None if optimizer in TORCH_OPTIMIZERS else f"torch has no {optimizer} for comparison"
     alone = "a single replica: there is nothing to shard the optimizer over" if mesh["replicate"].size == 1 else None
     return [
         Switch("precision", f"step.precision={enabled['precision']}", slow),
-        Switch("compile", f"step.compile={enabled['compile']}", _compile_problem(kind)),
+        Switch("compile", f"step.compile={enabled['compile']}", triton_support.MISSING if kind == "cuda" else no_compiler),
         Switch("fused optimizer", f"{optimizer} fused over each flat parameter, not one operation at a time", unknown),
         Switch("capture", "step.capture: the step as a CUDA graph (without fused optimizer: all but the update)", no_gpu),
         Switch("sharded optimizer", "step.shard=optimizer (with fused optimizer only)", alone),
@@ -240,13 +242,6 @@ def enabled_settings(cfg: StepConfig, mesh: Mesh, compile_scope: str) -> dict[st
     """Return precision and compile scope when enabled: those of the settings, or the best available ones."""
     precision = cfg.precision if cfg.precision.startswith("bf16") else "bf16" if has_fast_bf16(mesh.device) else "fp32"
     return {"precision": precision, "compile": compile_scope if cfg.compile == "none" else cfg.compile}
-
-
-def _compile_problem(kind: str) -> str | None:
-    if kind == "cuda":
-        return triton_support.MISSING
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    return None if compiler else "there is no C++ compiler, which torch.compile needs here"
 
 
 def swap_classes(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:

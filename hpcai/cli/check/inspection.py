@@ -192,7 +192,15 @@ def read_content(path: Path, rows: int | None, bounds: Mapping[str, Bounds], key
     inspection = Inspection([], digest.hexdigest())
     try:
         inspection.fields = describe(path, rows)
-        yield from _read_statistics(path, inspection, bounds, keys)
+        readable = [dataset for dataset in inspection.fields if dataset.readable]
+        if keys is None or (keys and not {dataset.name for dataset in readable} & set(keys)):
+            keys = {dataset.name for dataset in [widest(readable)] if dataset is not None}
+        for dataset in readable:
+            statistics = RowStatistics(bounds.get(dataset.name, Bounds()), dataset.name in keys)
+            inspection.statistics[dataset.name] = statistics
+            for first, part in _read_parts(path, dataset):
+                statistics.add(first, part)
+                yield 0
     except Exception as error:  # from h5py for a damaged file, whose SHA-256 is still reported
         inspection.problem = str(error)
     evict(path)
@@ -201,17 +209,6 @@ def read_content(path: Path, rows: int | None, bounds: Mapping[str, Bounds], key
 
 def widest(fields: Sequence[DatasetInfo]) -> DatasetInfo | None:
     return max((data for data in fields if data.readable), key=lambda data: (data.row_bytes, data.name), default=None)
-
-
-def _read_statistics(path: Path, file: Inspection, bounds: Mapping[str, Bounds], keys: Collection[str] | None) -> Iterator[int]:
-    readable = [dataset for dataset in file.fields if dataset.readable]
-    if keys is None or (keys and not {dataset.name for dataset in readable} & set(keys)):
-        keys = {dataset.name for dataset in [widest(readable)] if dataset is not None}
-    for dataset in readable:
-        statistics = file.statistics[dataset.name] = RowStatistics(bounds.get(dataset.name, Bounds()), dataset.name in keys)
-        for first, part in _read_parts(path, dataset):
-            statistics.add(first, part)
-            yield 0
 
 
 def _read_parts(path: Path, dataset: DatasetInfo) -> Iterator[tuple[int, np.ndarray]]:
