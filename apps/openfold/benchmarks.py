@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from apps.openfold.data import FIELDS, Chains, open_rows, parse_chain
 from apps.openfold.settings import Config, DataConfig
 from apps.openfold.synthetic import random_alignment, random_chain
-from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Training, Workload
+from hpcai.cli.benchmarks import Enabled, Switch, Training, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
@@ -43,12 +43,6 @@ from hpcai.nn import layernorm as norms
 _GPU = torch.cuda.is_available()
 _CUT = "cut chains"
 _MLPERF_SIZES = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
-
-_EOS = PublishedRate(
-    0.553, "H100", "128 GPUs, 1 chain each, 1 to 4 passes equally often, unsharded chains, loader included",
-    "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: 1.81 s a step (github.com/mlcommons/hpc_results_v3.0)",
-)  # fmt: skip
-_PASSES = tuple((f"features.recycles={recycles}",) for recycles in range(4))  # a step samples one of them
 
 
 class BenchmarkConfig(Config):
@@ -75,10 +69,6 @@ class Benchmark(Workload):
         "model.structure={passes: 1, head: 8, heads: 2, query_points: 2, value_points: 2, angle: 16}", "model.heads.plddt=16",
         "features={crop: 16, clusters: 8, extra: 8, templates: 1}", "data={workers: 1, processes: false}",
     )  # fmt: skip
-    gpu_cases = tuple(
-        Case(name, "batch128.yaml", ("data.batch=1", *overrides), _PASSES, published=_EOS, goal=1 / 1.5)
-        for name, overrides in (("crop-256", ()), ("crop-256-all-kept", ("model.checkpoint=false",)))
-    )
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         on_gpu, ranks = mesh.device.type == "cuda", mesh["axial"].size

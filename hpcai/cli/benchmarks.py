@@ -6,13 +6,16 @@ configurations. The plain implementation is the straightforward one in PyTorch: 
 optimizer, and evaluation that blocks training.
 """
 
+import inspect
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -109,8 +112,6 @@ class Workload:
     variants: Mapping[str, Sequence[str]] = {}
     """our implementation with other settings, by name, as key=value overrides"""
     peers: Mapping[str, Peer] = {}
-    gpu_cases: Sequence[Case] = ()
-    """cases of ``hpcai bench gpu``"""
     unit: str = "samples"
     """unit of its samples, in the plural"""
     published_settings: type[RunConfig]
@@ -123,6 +124,14 @@ class Workload:
     """whether torch.compile takes minutes on a CPU; it is then measured there only if the settings enable it"""
     counts: Callable[[Any], Tensor] | None = None
     """denominators of a loss that is several means (``Step``)"""
+
+    @cached_property
+    def gpu_cases(self) -> Sequence[Case]:
+        """The cases of ``hpcai bench gpu``, from published.toml beside the subclass; each may name one of its ``rates``."""
+        path = Path(inspect.getfile(type(self))).with_name("published.toml")
+        content = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        rates = {name: PublishedRate(**rate) for name, rate in content.get("rates", {}).items()}
+        return [Case(**case | {"published": rates.get(case.get("published", ""))}) for case in content.get("gpu_cases", ())]
 
     def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         """Return the network on the mesh with the given switches enabled; without any, the plain implementation."""
