@@ -42,6 +42,8 @@ Row = dict[str, Any]
 TORCH_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _EVALUATION_BATCHES = 2  # batches in an evaluation
 _FILE = "samples.h5"
+_TEMPORARY = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted when the process ends
+_SAMPLE_FOLDERS: dict[tuple[type["Workload"], str, int, tuple[str, ...]], Path] = {}
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,20 @@ class Workload:
             yield Training(self, cfg, mesh, enabled, exit_stack)
 
     def write_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
-        """Write random samples for each split to a temporary folder, and return the settings with this folder."""
-        changes = {"directory": _sample_files(self, cfg, rows, splits), "stage": None, "shards": 1}
+        """Write random samples for each split to a temporary folder, in the layout of data_prep, and return the settings with this
+        folder. The result is cached."""
+        key = type(self), cfg.model_dump_json(), rows, tuple(splits)
+        if key not in _SAMPLE_FOLDERS:
+            folder = _SAMPLE_FOLDERS[key] = Path(tempfile.mkdtemp(dir=_TEMPORARY.name))
+            for split in splits:
+                (folder / split).mkdir()
+                with h5py.File(folder / split / _FILE, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
+                    for i in range(rows):
+                        for name, sample in zip(self.dataset_names(cfg), self.random_sample(cfg, np.random.default_rng(i))):
+                            part = sample if name in self.ragged else sample[None]
+                            dataset = file.require_dataset(name, (rows * len(part), *part.shape[1:]), part.dtype)
+                            dataset[i * len(part) : (i + 1) * len(part)] = part
+        changes = {"directory": _SAMPLE_FOLDERS[key], "stage": None, "shards": 1}
         return cfg.model_copy(update={"data": cfg.data.model_copy(update=changes)})
 
 
@@ -373,27 +387,3 @@ class TorchOptimizerStep(Step):
         averages: Any = self.optimizer.averages()  # none without step.average
         for name, parameter in self.model.named_parameters() if averages else ():
             averages[name].lerp_(parameter, self.optimizer.take.to(parameter.dtype))
-
-
-# ---- samples in files
-
-
-_TEMPORARY = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted when the process ends
-_SAMPLE_FOLDERS: dict[tuple[type[Workload], str, int, tuple[str, ...]], Path] = {}
-
-
-def _sample_files(workload: Workload, cfg: Any, rows: int, splits: Sequence[str]) -> Path:
-    """Return a folder with ``rows`` random samples for each split, in the layout of data_prep. The result is cached."""
-    key = type(workload), cfg.model_dump_json(), rows, tuple(splits)
-    if key in _SAMPLE_FOLDERS:
-        return _SAMPLE_FOLDERS[key]
-    folder = Path(tempfile.mkdtemp(dir=_TEMPORARY.name))
-    for split in splits:
-        (folder / split).mkdir()
-        with h5py.File(folder / split / _FILE, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
-            for i in range(rows):
-                for name, sample in zip(workload.dataset_names(cfg), workload.random_sample(cfg, np.random.default_rng(i))):
-                    part = sample if name in workload.ragged else sample[None]
-                    dataset = file.require_dataset(name, (rows * len(part), *part.shape[1:]), part.dtype)
-                    dataset[i * len(part) : (i + 1) * len(part)] = part
-    return _SAMPLE_FOLDERS.setdefault(key, folder)
