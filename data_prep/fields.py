@@ -266,25 +266,19 @@ def write_fields(recipe: Recipe, numbers: Sequence[int], path: Path) -> None:
                 file["parameters"][rows] = recipe.target(number)
 
 
-def _recipe_of_options(options: argparse.Namespace) -> Recipe:
-    kind = options.kind
-    size = options.size or (32 if kind == "volumes" else 64)
-    if kind == "weather":
-        return Weather.from_options(options, field=kind, size=size)
-    volumes = kind == "volumes"
-    cube = {"slabs": 0, "thickness": 0} if volumes else {}
-    voxel, (low, high) = options.voxel, cosmoflow.range_ends(options)
-    return Matter.from_options(options, field=kind, size=size, voxel=(4.0 if volumes else 1.0) if voxel is None else voxel, **cube,
-                     particles=options.particles or (4 if volumes else 8), low_end=low, high_end=high)  # fmt: skip
-
-
 def add_kind_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of fields")
     cosmoflow.add_ranges_option(parser, RANGES)
 
 
 def simulate(options: argparse.Namespace) -> command.Plan:
-    recipe = _recipe_of_options(options)
+    volumes, voxel, (low, high) = options.kind == "volumes", options.voxel, cosmoflow.range_ends(options)
+    cube = {"slabs": 0, "thickness": 0} if volumes else {}
+    extra: dict[str, Any] = {"field": options.kind, "size": options.size or (32 if volumes else 64)}
+    if options.kind != "weather":
+        extra |= {**cube, "voxel": (4.0 if volumes else 1.0) if voxel is None else voxel, "low_end": low, "high_end": high}
+        extra["particles"] = options.particles or (4 if volumes else 8)
+    recipe = KINDS[options.kind].from_options(options, **extra)
     count = -(-options.samples // recipe.rows_per_index)
     members = recipe.numbers_by_split(count)
     command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")

@@ -294,7 +294,17 @@ class Training:
         self.workload, self.cfg, self.mesh, self.samples = workload, cfg, mesh, cfg.data.batch
         self.enabled, self.exit_stack = enabled, exit_stack
         self.collector = ManualGC(cfg.train.collect_every if "garbage collection" in enabled else None)
-        self.step = _build_step(workload, cfg, mesh, enabled)
+        torch.manual_seed(cfg.train.seed)
+        model = workload.build(cfg, mesh, enabled)
+        fused = "fused optimizer" in enabled or cfg.step.optimizer not in TORCH_OPTIMIZERS
+        shard = "optimizer" if fused and "sharded optimizer" in enabled else "none"
+        changes = {"shard": shard, "shard_within": None, "compile_cache": None, "precision": "fp32", "compile": "none"}
+        settings = enabled_settings(cfg.step, mesh, workload.compile_scope)
+        changes |= {name: value for name, value in settings.items() if name in enabled}
+        changes["capture"] = "none" if "capture" not in enabled else "whole" if fused else "forward"
+        torch._dynamo.config.recompile_limit = 64  # versions of one forward, over all arrangements
+        step_class = Step if fused else TorchOptimizerStep
+        self.step = step_class(model, workload.loss, cfg.step.model_copy(update=changes), mesh, counts=workload.counts)
         self.step.model.train()
         validation = self._loader("validation", _EVALUATION_BATCHES)
         mode: Any = "background" if "async evaluation" in enabled else "wait"
@@ -350,19 +360,6 @@ class Training:
         endless = {"sampler": Endless(_EVALUATION_BATCHES * batch, count * batch), "accumulate": cfg.step.accumulate}
         kwargs: Any = endless if split == "train" else {"shuffle": False, "last_batch": "keep"}
         return self.exit_stack.enter_context(self.workload.loader(cfg, self.mesh, split, name=split, **kwargs))
-
-
-def _build_step(workload: Workload, cfg: Any, mesh: Mesh, enabled: Enabled) -> Step:
-    torch.manual_seed(cfg.train.seed)
-    model = workload.build(cfg, mesh, enabled)
-    fused = "fused optimizer" in enabled or cfg.step.optimizer not in TORCH_OPTIMIZERS
-    shard = "optimizer" if fused and "sharded optimizer" in enabled else "none"
-    changes = {"shard": shard, "shard_within": None, "compile_cache": None, "precision": "fp32", "compile": "none"}
-    changes |= {name: value for name, value in enabled_settings(cfg.step, mesh, workload.compile_scope).items() if name in enabled}
-    torch._dynamo.config.recompile_limit = 64  # versions of one forward, over all arrangements
-    changes["capture"] = "none" if "capture" not in enabled else "whole" if fused else "forward"
-    step_class = Step if fused else TorchOptimizerStep
-    return step_class(model, workload.loss, cfg.step.model_copy(update=changes), mesh, counts=workload.counts)
 
 
 class TorchOptimizerStep(Step):

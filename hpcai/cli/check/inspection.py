@@ -131,7 +131,12 @@ def describe(path: Path, rows: int | None) -> list[DatasetInfo]:
     """Return the datasets of a file, each once, even if several links lead to it. A .npy file is one row, unless its first dim is
     ``rows`` of the index. Raises DataError, and the exceptions of h5py for a damaged file."""
     if path.suffix == ".npy":
-        return [_describe_array(path, rows)]
+        try:
+            stored = layout.npy_layout(path)
+        except layout.UnreadableLayoutError as error:
+            return [DatasetInfo(ARRAY, (1,), "?", 1, "elsewhere", str(error).removeprefix(f"{path}: "))]
+        shape = stored.shape if rows != 1 and stored.shape[:1] == (rows,) else (1, *stored.shape)
+        return [DatasetInfo(ARRAY, shape, stored.dtype.str, stored.dtype.itemsize, "contiguous", offset=stored.offset or 0)]
     with h5py.File(path, "r", locking=False) as file:
         names: list[str] = []
         file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
@@ -165,15 +170,6 @@ def _describe_dataset(file: h5py.File, name: str) -> DatasetInfo:
     written = data.id.get_num_chunks() if data.chunks else 0
     kwargs |= {"chunk": chunk, "chunks": chunks, "missing": chunks - written, "stored": data.id.get_storage_size()}
     return DatasetInfo(kind="compressed" if "why" in kwargs else "chunked", **kwargs)
-
-
-def _describe_array(path: Path, rows: int | None) -> DatasetInfo:
-    try:
-        stored = layout.npy_layout(path)
-    except layout.UnreadableLayoutError as error:
-        return DatasetInfo(ARRAY, (1,), "?", 1, "elsewhere", str(error).removeprefix(f"{path}: "))
-    shape = stored.shape if rows != 1 and stored.shape[:1] == (rows,) else (1, *stored.shape)
-    return DatasetInfo(ARRAY, shape, stored.dtype.str, stored.dtype.itemsize, "contiguous", offset=stored.offset or 0)
 
 
 def read_headers(path: Path, rows: int | None) -> Iterator[Any]:
