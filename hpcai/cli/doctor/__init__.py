@@ -22,7 +22,10 @@ from hpcai.host_limits import allowed_cpus, count_cpus
 from hpcai.kernels import triton_support
 
 DISTRIBUTION = "hpcai-suite"
-EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
+EXTRAS = (
+    "mpich", "tensorboard", "wandb", "mlflow-skinny", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton",
+    "mlperf-logging",
+)  # fmt: skip
 MIN_LIMIT = 5.0
 """Minimum of --limit in seconds."""
 
