@@ -4,7 +4,6 @@ import json
 import os
 import re
 import secrets
-import signal
 import sys
 import time
 import tomllib
@@ -17,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 from hpcai.log import Event, flatten, logger, name_scalars, to_strict_json
-from hpcai.stop import REQUEUE, SIGNALS
+from hpcai.stop import REQUEUE
 
 
 class Tracker:
@@ -53,7 +52,6 @@ class Tracker:
             logger.warning("%s does not answer; its last values are lost", type(self).__name__)
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT})  # in W&B's process too, which ends after this one
         try:
             while (event := self._events.get()).kind != "stop":
                 self._handle(event)
@@ -101,6 +99,7 @@ class Wandb(Tracker):
             self._wandb = init(mode=mode)
         except self.package.Error as error:
             logger.warning("W&B's server does not answer (%s)", error)
+            self.package.teardown()  # its process still claims the id
             self._wandb = init(mode=(mode := "offline"))
         if mode == "offline":
             logger.info("W&B is offline; to upload the run later: wandb sync %s", env.get("WANDB_DIR", run) / Path("wandb"))
