@@ -4,7 +4,6 @@ import json
 import os
 import re
 import secrets
-import sys
 import time
 import tomllib
 from collections.abc import Mapping
@@ -35,18 +34,14 @@ class Tracker:
             os.environ.setdefault(name, value)
         self.package, self.directory, self.project = import_module(directory.name), directory.resolve(), project
         self._events: SimpleQueue[Event] = SimpleQueue()
+        self.write = self._events.put
         self._state: dict[str, Any] = {}
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def write(self, event: Event) -> None:
-        self._events.put(event)
-
     def close(self) -> None:
         """End a run that had no `stop` event as failed, and wait."""
-        error = sys.exc_info()[1]
-        reason = "signal" if isinstance(error, SystemExit) and error.code == REQUEUE else "failed"
-        self.write(Event("stop", time.time(), {"reason": reason}))
+        self.write(Event("stop", time.time(), {"reason": "failed"}))
         self._thread.join(30)  # a scheduler kills a job soon after its signal, and the exit code would be lost
         if self._thread.is_alive():
             logger.warning("%s does not answer; its last values are lost", type(self).__name__)

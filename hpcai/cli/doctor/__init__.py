@@ -22,10 +22,7 @@ from hpcai.host_limits import allowed_cpus, count_cpus
 from hpcai.kernels import triton_support
 
 DISTRIBUTION = "hpcai-suite"
-EXTRAS = (
-    "mpich", "tensorboard", "wandb", "mlflow-skinny", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton",
-    "mlperf-logging",
-)  # fmt: skip
+EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
 MIN_LIMIT = 5.0
 """Minimum of --limit in seconds."""
 
