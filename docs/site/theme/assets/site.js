@@ -107,7 +107,8 @@ for (const link of document.querySelectorAll("a.picture")) {
   });
 }
 
-for (const block of document.querySelectorAll("div.highlight")) {
+// A page from a server without TLS has no clipboard.
+for (const block of navigator.clipboard ? document.querySelectorAll("div.highlight") : []) {
   const button = document.createElement("button");
   button.type = "button";
   button.className = "copy";
