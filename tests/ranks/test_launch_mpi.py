@@ -223,8 +223,9 @@ def test_an_exception_on_one_rank_ends_all_whatever_the_others_do(rank: int, mea
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_killed_ends_all_without_a_launcher(rank: int) -> None:
-    codes, _ = run_fail("kill", str(rank), "sleep")
+    codes, text = run_fail("kill", str(rank), "sleep")
     assert codes.count(-9) == 1 and all(codes)
+    assert ("the connection to rank 0 is lost" if rank == 0 else "its process ended without a report: killed by a signal") in text
 
 
 @pytest.mark.parametrize(("args", "count", "expected"), [

@@ -71,11 +71,16 @@ def test_an_ignored_hangup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
         signal.signal(signal.SIGHUP, before)
 
 
-def test_previous_handlers_are_restored_in_a_notebook() -> None:
-    before, received = signal.getsignal(signal.SIGUSR1), []
-    with stop.on_signal(received.append):
-        os.kill(os.getpid(), signal.SIGUSR1)
-    assert received == ["SIGUSR1"] and signal.getsignal(signal.SIGUSR1) is before
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
+def test_signals_of_schedulers_are_received_and_previous_handlers_restored(name: str) -> None:
+    number, received = signal.Signals[name], []
+    before = signal.signal(number, signal.SIG_DFL)  # a program whose parent ignores SIGHUP, as under nohup, ignores it too
+    try:
+        with stop.on_signal(received.append):
+            os.kill(os.getpid(), number)
+        assert received == [name] and signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.fixture
