@@ -1,7 +1,6 @@
 """Rows of HDF5 files: equal by every reader, with and without an index; errors name the file, actual and expected content."""
 
 import json
-import os
 from pathlib import Path
 
 import h5py
@@ -80,17 +79,6 @@ def test_nan_is_named_with_its_file_and_row(tmp_path: Path) -> None:
     assert rows.describe(1) == f"{tmp_path.name}/u0.h5 row 1"
     with pytest.raises(DataError, match=r"u0.h5: row 1 of 'target' holds NaN"):
         rows.read(1)
-
-
-def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
-    for i in range(70):
-        write_h5(tmp_path / f"u{i:02d}.h5", 1)
-    rows = Rows(tmp_path, FIELDS, reader="hdf5")
-    for i in range(70):
-        rows.read(i)
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    assert 1 < sum(os.readlink(link).startswith(str(tmp_path)) for link in links if os.path.exists(link)) <= 64
-    rows.close()
 
 
 LARGE = {"counts": ("int16", (8, 8, 8, 2)), "target": ("float32", (3,))}
