@@ -15,8 +15,10 @@ from apps.openfold.benchmarks import Benchmark as Openfold
 from hpcai import config, dist
 from hpcai.cli import ablate, benchmarks
 from hpcai.cli.bench import app as bench
+from hpcai.data.collate import tree_map
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
+from hpcai.models.dimenet import loss
 from hpcai.models.openfold import attention, evoformer, layers, objective
 from hpcai.nn import BatchNorm, Conv2d, layernorm
 from hpcai.parallel.axial import AllToAll
@@ -56,10 +58,7 @@ def load_workload(app: str, *overrides: str) -> tuple[benchmarks.Workload, Any]:
     return workload, config.load(workload.settings, None, [*SMALL[app], *overrides])
 
 
-OTHER_PEERS = ("diffusion", FIELDS), ("opencatalyst", [*SMALL["opencatalyst"], "model.angles=detached"])
-
-
-@pytest.mark.parametrize(("app", "overrides"), [*SMALL.items(), *OTHER_PEERS])
+@pytest.mark.parametrize(("app", "overrides"), SMALL.items())
 def test_all_implementations_are_one_function(app: str, overrides: list[str]) -> None:
     measured = bench.AppBenchmark(app, benchmarks.find_workload(app), overrides)
     losses = {name: float(measured.training_step(name, overrides)()) for name in measured.implementations(overrides)}
@@ -210,6 +209,26 @@ def test_all_switches_compute_one_function_in_float64(app: str, overrides: list[
                 torch.testing.assert_close(actual[name], expected[name], rtol=1e-8, atol=1e-10, check_stride=False)
 
 
+@pytest.mark.parametrize("overrides", [SMALL["diffusion"], FIELDS])
+def test_the_network_of_diffusers_is_equal(overrides: list[str]) -> None:
+    """Up to float32: diffusers embeds times in this precision."""
+    pytest.importorskip("diffusers")
+    workload = benchmarks.find_workload("diffusion")
+    cfg: Any = workload.complete_settings(config.load(workload.settings, None, overrides))
+    batch: Any = workload.random_batch(cfg, range(2), MESH.device)
+    torch.manual_seed(0)
+    available = workload.available_switches(cfg, MESH)
+    native: Any = workload.build(cfg, MESH, available).double()
+    peer: Any = workload.peers["diffusers"].build(cfg, batch).model.double()
+    peer.network.net.load_state_dict(native.network.state_dict())
+    (expected, expected_gradients), (actual, gradients) = (evaluate(workload, batch, model, available) for model in (native, peer))
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+    for name, gradient in expected_gradients.items():
+        assert gradient.norm() > 0 or name.endswith("to_k.bias")
+        inner = name.replace("network.", "network.net.", 1)
+        torch.testing.assert_close(gradients[inner], gradient, rtol=1e-2, atol=1e-6, check_stride=False)
+
+
 def run_strided_conv() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 8, 48, 72).contiguous(memory_format=torch.channels_last).requires_grad_()
@@ -233,6 +252,25 @@ def test_samples_of_default_networks_are_random_and_other_networks_are_refused()
         assert len(workload.random_sample(cfg, np.random.default_rng(0))) == 2
     with pytest.raises(ConfigError, match="model.unet is null; this benchmark has no other network"):
         config.load(workload.settings, None, ["model.unet=null", "model.dit={}"])
+
+
+@pytest.mark.parametrize("angles", ["detached", "conservative"])
+def test_the_network_of_pytorch_geometric_is_equal(angles: str) -> None:
+    """PyTorch Geometric has zeros of Bessel functions in float32, and no bias in lin_up."""
+    pytest.importorskip("torch_geometric")
+    workload, cfg = load_workload("opencatalyst", f"model.angles={angles}", "data.batch=2", "model.spherical=3", "model.radial=3")
+    batch: Any = tree_map(workload.random_batch(cfg, range(2), MESH.device), lambda x: x.double() if x.is_floating_point() else x)
+    torch.manual_seed(0)
+    native: Any = workload.build(cfg, MESH, frozenset({"no triplets"})).double()
+    for output in native.output_blocks:
+        torch.nn.init.zeros_(output.lin_up.bias)
+    benchmark = workload.peers["pyg"].build(cfg, batch)
+    peer: Any = benchmark.model.double()
+    peer.net.load_state_dict({name: v for name, v in native.state_dict().items() if not name.endswith("lin_up.bias")})
+    expected, actual = native(batch.graph), peer(batch.graph)
+    assert torch.allclose(actual.energy, expected.energy, rtol=0, atol=1e-5)
+    assert torch.allclose(actual.forces, expected.forces, rtol=0, atol=1e-5) and actual.forces.abs().max() > 0.05
+    assert benchmark.loss(peer, batch)["loss"].item() == pytest.approx(loss(native, batch)["loss"].item(), rel=1e-5)
 
 
 # ---- replicas that share statistics

@@ -30,6 +30,7 @@ from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import damage, metric_by_step, run_on_ranks
 from tests.apps.small_apps import OPENFOLD as APP
 from tests.ranks.launch import on_ranks
+from tests.reference_data import load_json
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the OpenFold app is NOT tested")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -337,12 +338,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, kind: str, text: st
 # ---- logs, refusals
 
 
-@pytest.mark.parametrize(("ranks", "overrides", "text"), [
-    (4, "mesh.axial=3", "mesh axial 3 needs a multiple of 3 processes, but 4 were started"),
-    (3, "mesh.axial=3 data.batch=3", "mesh.axial is 3, which does not divide the "),
-    (4, "mesh.axial=4 features.crop=3", "mesh.axial is 4, but features.crop is 3: less than one per rank"),
-    (4, "mesh.axial=4 features.extra=3", "mesh.axial is 4, but features.extra is 3: less than one per rank"),
-])  # fmt: skip
+@pytest.mark.parametrize(("ranks", "overrides", "text"), load_json("refused/axial_sizes"))
 def test_an_axial_size_that_does_not_fit_is_refused(data: Path, tmp_path: Path, ranks: int, overrides: str, text: str) -> None:
     codes, output = run_on_ranks(APP.command(data, tmp_path / "run", *overrides.split()), tmp_path / "output", ranks)
     assert codes == [2] * ranks and text in output and "Traceback" not in output, output

@@ -106,16 +106,6 @@ def test_cached_rows_are_not_changed_by_a_batch(tmp_path: Path, reader: str) -> 
         assert source.read(1)["counts"][0, 0, 0, 0] == 2, "the file is read once"
 
 
-def test_compressed_files_raise_with_advice_and_are_read_by_h5py(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "u0.h5", "w") as file:
-        file.create_dataset("counts", data=np.full((2, 8, 8, 8, 2), 5, np.int16), compression="gzip")
-        file["target"] = np.zeros((2, 3), np.float32)
-    text = r"u0.h5: dataset 'counts' is written through .*deflate.*: h5repack .*, or .* data.reader=hdf5"
-    with pytest.raises(DataError, match=text):
-        Rows(tmp_path, LARGE, reader="direct")
-    assert (Rows(tmp_path, LARGE, reader="hdf5").read(1)["counts"] == 5).all()
-
-
 def test_local_copies_are_read_in_place_of_the_shared_files(tmp_path: Path) -> None:
     write_h5(tmp_path / "shared" / "u0.h5", 2)
     write_h5(tmp_path / "shared" / "u1.h5", 3)
