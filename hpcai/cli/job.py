@@ -321,7 +321,7 @@ def _shell_lines(job: Job) -> list[str]:
         lines += [assign("HPCAI_FOLDERS", ",".join(map(str, _paths_to_mount(job.settings, job.overrides[:1]))))]
     else:
         none = job.site.facts.get("container") == "none"
-        lines += [*_python_path(folder), *([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
+        lines += [*_python_path(job.app, folder), *([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
     lines += [*_environment_lines(job), "HPCAI_STAGE="]
     if args.stage:
         source = job.settings.data.directory  # type: ignore[attr-defined]
@@ -350,9 +350,9 @@ def _environment_lines(job: Job) -> list[str]:
     return [assign("HPCAI_ENVIRONMENT", str(Path(job.args.environment).absolute())), f'HPCAI_AT="{path}"']
 
 
-def _python_path(folder: Path) -> list[str]:
-    """Return the PYTHONPATH of the apps, unless they are installed or in the current folder."""
-    root = Path(apps.apps_root()).resolve()
+def _python_path(app: str, folder: Path) -> list[str]:
+    """Return the PYTHONPATH of the app, unless it is installed or in the current folder."""
+    root = apps.app_folder(app).parents[1].resolve()
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
     if root == folder.resolve() or root in installed:
         return []
