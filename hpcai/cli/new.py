@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     template = _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
     files = {rename(path): rename(text) for path, text in template}
     classes = {f"{swaps['Ringdown']}{end}" for end in ("", "Config")} - {"Ringdown", "RingdownConfig"}
-    words = classes.intersection(re.findall(r"\w+", " ".join(text for _, text in template)))  # of which one may be a class
+    words = classes.intersection(re.findall(r"\w+", " ".join(text for _, text in template)))  # a class of another file may have it
     if owners := dict.fromkeys([*find_owners(root, name, files), *(f"the word {word} of the files" for word in sorted(words))]):
         raise ConfigError(f"the name {name!r} is taken by {', '.join(owners)}; nothing was written; choose another name")
     write_files(root, files)

@@ -18,7 +18,7 @@ from hpcai.cli import main as hpcai_command
 from hpcai.cli import new
 
 ROOT = Path(__file__).resolve().parents[2]
-LONGEST = "a_name_of_24_characters_"
+NAME, LONGEST = "app_of_the_page", "a_name_of_24_characters_"
 SYNTAX = "expected 1 to 24 lower-case letters"
 Write = Callable[[str], str]
 
@@ -32,12 +32,12 @@ def write_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.fixture
-def ringdown(tmp_path: Path, write_new: Write, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    write_new("ringdown")
+def folder(tmp_path: Path, write_new: Write, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    write_new(NAME)
     for package in (apps, data_prep, hpcai.models):
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / package.__name__.replace(".", "/"))])
     yield tmp_path
-    for name in [name for name in sys.modules if ".ringdown" in name]:
+    for name in [name for name in sys.modules if NAME in name]:
         del sys.modules[name]
 
 
@@ -45,15 +45,15 @@ def test_the_printed_commands_simulate_train_and_pass_the_test_in_fp32_and_bf16(
     for name in ("hpcai", "apps", "data_prep"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    files, commands = write_new("two_body").split("\n\n")[:2]
+    files, commands = write_new(NAME).split("\n\n")[:2]
     assert len(files.splitlines()) == 18 and all((tmp_path / file.strip()).is_file() for file in files.splitlines()[1:])
     write_new(LONGEST)
     lines = [*commands.splitlines()[1:], "ruff check --no-cache ."]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environ = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "PATH": path}
     process = subprocess.run(["bash", "-euc", "\n".join(lines)], cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert process.returncode == 0 and "tests/apps/test_two_body.py ..." in process.stdout, process.stdout + process.stderr
-    assert (tmp_path / "runs/two_body-small/model.safetensors").exists()
+    assert process.returncode == 0 and f"tests/apps/test_{NAME}.py ..." in process.stdout, process.stdout + process.stderr
+    assert (tmp_path / f"runs/{NAME}-small/model.safetensors").exists()
 
 
 @pytest.mark.parametrize(("name", "part"), [
@@ -73,29 +73,29 @@ def test_a_name_that_is_taken_and_a_folder_that_fails_leave_no_file(
 
 def run(*overrides: str) -> None:
     with pytest.raises(SystemExit) as error:
-        hpcai_command(["run", "ringdown", "small", "data.workers=1", *overrides])
+        hpcai_command(["run", NAME, "small", "data.workers=1", *overrides])
     assert error.value.code == 0
 
 
-def test_the_app_of_the_page_has_report_bench_ablation_log_and_resume(ringdown: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hpcai_command(["prepare", "ringdown", "datasets/ringdown"]) == 0
+def test_the_app_of_the_page_has_report_bench_ablation_log_and_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hpcai_command(["prepare", NAME, f"datasets/{NAME}"]) == 0
     run("report.sinks=[terminal, mlperf]", "train.epochs=2")
-    folder = ringdown / "runs/ringdown-small"
-    assert '"submission_benchmark", "value": "ringdown"' in (folder / "mlperf.log").read_text()
+    done = folder / f"runs/{NAME}-small"
+    assert f'"submission_benchmark", "value": "{NAME}"' in (done / "mlperf.log").read_text()
 
-    assert hpcai_command(["report", str(folder)]) == 0
-    page = (folder / "report.html").read_text()
-    assert "Predicted against true" in page and "Prediction per quantity" in page and (folder / "plots").is_dir()
+    assert hpcai_command(["report", str(done)]) == 0
+    page = (done / "report.html").read_text()
+    assert "Predicted against true" in page and "Prediction per quantity" in page and (done / "plots").is_dir()
 
-    assert hpcai_command(["bench", "ringdown", "steps", "--repeats", "1", "--json"]) == 0
+    assert hpcai_command(["bench", NAME, "steps", "--repeats", "1", "--json"]) == 0
     timings = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert timings["steps"][0]["plain_s"] > 0
-    assert hpcai_command(["ablate", "ringdown", "--only", "fused-optimizer", "--repeats", "1", "--steps", "1", "--json"]) == 0
+    assert hpcai_command(["ablate", NAME, "--only", "fused-optimizer", "--repeats", "1", "--steps", "1", "--json"]) == 0
     table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["name"] for row in table["cumulative"]] == ["plain", "fused optimizer"] and table["left_out"][0]["error"] is None
 
     run("report.directory=runs/resumed", "train.steps=8", "train.epochs=null")
     run("report.directory=runs/resumed", "train.steps=16", "train.epochs=null")
-    events = log.read_metrics(ringdown / "runs/resumed/metrics.jsonl")
+    events = log.read_metrics(folder / "runs/resumed/metrics.jsonl")
     starts = [event["resumed_from"] for event in events if event["kind"] == "start"]
     assert starts == [None, 8], "the second run resumes"

@@ -156,10 +156,10 @@ def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_ne
         return process.stdout
 
     assert run_hpcai("run", "mine") == "suite\n"
-    assert "\n  hpcai prepare pendulum datasets/pendulum\n  hpcai run pendulum small\n" in run_hpcai("new", "pendulum")
-    run_hpcai("prepare", "pendulum", "datasets/pendulum", "--signals", "64")
-    run_hpcai("run", "pendulum", "small", "train.epochs=1", "report.sinks=[]")
-    assert (tmp_path / "runs/pendulum-small/model.safetensors").is_file() and (tmp_path / "pendulum/model.py").is_file()
+    assert "\n  hpcai prepare of_mine datasets/of_mine\n  hpcai run of_mine small\n" in run_hpcai("new", "of_mine")
+    run_hpcai("prepare", "of_mine", "datasets/of_mine", "--signals", "64")
+    run_hpcai("run", "of_mine", "small", "train.epochs=1", "report.sinks=[]")
+    assert (tmp_path / "runs/of_mine-small/model.safetensors").is_file() and (tmp_path / "of_mine/model.py").is_file()
     assert "step.lr" in run_hpcai("run", "cosmoflow", "--help") and "simulate" in run_hpcai("prepare", "cosmoflow", "--help")
     assert "directory: datasets/cosmoflow-small" in run_hpcai("run", "cosmoflow", "small", "--show")
     args = ["--universes", "6", "--size", "32", "--validation", "0.34", "--test", "0", "--workers", "1", "--no-check"]
