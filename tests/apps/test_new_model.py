@@ -59,16 +59,17 @@ def test_the_printed_commands_simulate_train_and_pass_the_test_in_fp32_and_bf16(
 @pytest.mark.parametrize(("name", "part"), [
     ("Two", SYNTAX), ("2d", SYNTAX), ("two-body", SYNTAX), ("lambda", "no keyword of Python"), (LONGEST + "2", SYNTAX),
     ("cosmoflow", "apps/cosmoflow"), ("store", "data_prep/store.py"), ("numpy", "the module numpy of Python"),
-    ("mesh", "the word Mesh"), ("data", "the word DataConfig"), ("kept", "tests/test_kept.py"), ("free", "apps/free: Not a"),
+    ("mesh", "the word Mesh"), ("data", "the word DataConfig"), ("kept", "apps/kept"), ("free", "apps/free: Not a"),
 ])  # fmt: skip
 def test_a_name_that_is_taken_and_a_folder_that_fails_leave_no_file(
     name: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = tmp_path / ("apps" if name == "free" else "tests/test_kept.py")
-    kept.parent.mkdir(exist_ok=True)
+    kept = tmp_path / ("apps" if name == "free" else "apps/kept/notes.txt")
+    kept.parent.mkdir(parents=True, exist_ok=True)
     kept.touch()
+    before = {*tmp_path.rglob("*")}
     assert hpcai_command(["new", name, "--into", str(tmp_path)]) == 2 and part in capsys.readouterr().err
-    assert {*tmp_path.rglob("*")} == {kept, kept.parent} - {tmp_path}
+    assert {*tmp_path.rglob("*")} == before
 
 
 def run(*overrides: str) -> None:
