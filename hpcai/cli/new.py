@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--into", type=Path, metavar="DIR", help="default: the checkout around the current folder, or this folder")
     args = parser.parse_args(argv)
     name, checkout = args.name, None if SUITE.is_dir() else ROOT
-    root = (args.into or (checkout if checkout and Path.cwd().is_relative_to(checkout) else Path.cwd())).absolute()
+    root = (args.into or (checkout if checkout and Path.cwd().is_relative_to(checkout) else Path.cwd())).resolve()
     if not re.fullmatch("[a-z][a-z0-9_]{0,23}", name) or iskeyword(name):  # no line of the files becomes too long
         expected = "1 to 24 lower-case letters, digits and underscores, the first one a letter, and no keyword of Python"
         raise ConfigError(f"{name!r} cannot be the name of a model; expected {expected}, such as two_body")
