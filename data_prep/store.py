@@ -27,7 +27,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ import numpy as np
 import hpcai
 from data_prep import moments
 from hpcai.data.index import commit_file, write_index, write_json
-from hpcai.data.workers import die_with_parent
+from hpcai.data.workers import block_signals, die_with_parent, ignore_signals
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.host_limits import allowed_cpus, count_cpus
@@ -416,20 +416,33 @@ def run_parallel(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, 
                 step()
             return
         # A new interpreter per worker: forking a process that may have threads (HDF5, a test runner) is not safe.
-        pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _start_worker)
+        before, pool = set(active_children()), ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _start_worker)
         try:
-            for future in as_completed([pool.submit(work, job) for job in jobs]):
+            with block_signals():
+                futures = [pool.submit(_work, work, job) for job in jobs]
+            for future in as_completed(futures):
                 future.result()
                 step()
+        except KeyboardInterrupt:
+            for worker in set(active_children()) - before:
+                worker.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _start_worker() -> None:
-    """Ignore signals that a terminal sends to all processes, and die with the parent, which stops the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """Have only the parent handle Ctrl-C and the like, die with it, and end by SIGTERM as soon as partial files are deleted."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    ignore_signals()
     die_with_parent()
+
+
+def _work(work: Callable[[Any], Any], job: Any) -> None:
+    try:
+        work(job)
+    except SystemExit as end:  # the pool would go on with another job
+        os._exit(int(end.code or 0))
 
 
 @contextmanager

@@ -165,12 +165,28 @@ class Worker:
 
 
 @contextmanager
+def block_signals() -> Iterator[None]:
+    """Context manager that starts processes with the signals of a job blocked, until ``ignore_signals``."""
+    resource_tracker.ensure_running()  # of multiprocessing; its start would unblock the signals
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals of a job, which its main process handles, and leave SIGTERM to its handler."""
+    for number in _JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+@contextmanager
 def _spawn_environment() -> Iterator[None]:
-    """Set environment and signal mask for the start of a worker: signals of the job are blocked until it ignores them."""
-    with _start_lock:
+    """Set environment and signal mask for the start of a worker."""
+    with _start_lock, block_signals():
         before = {key: os.environ.get(key) for key in (*_ENVIRONMENT, *_AFFINITY)}
-        resource_tracker.ensure_running()  # of multiprocessing; its start would unblock the signals
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
         try:
             os.environ.update(_ENVIRONMENT)
             for key in _AFFINITY:
@@ -182,7 +198,6 @@ def _spawn_environment() -> Iterator[None]:
                     os.environ.pop(key, None)
                 else:
                     os.environ[key] = value
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 # ---- the worker
@@ -190,10 +205,8 @@ def _spawn_environment() -> Iterator[None]:
 
 def _serve(connection: Connection, pickled: bytes, label: str) -> None:
     """Answer requests until the parent closes the connection.   Answer: (error, pickle, buffer lengths, bytes of new memory)"""
-    for number in _JOB_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may ignore or block it
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    ignore_signals()
     os.setpgid(0, 0)
     die_with_parent()
     faulthandler.enable()
