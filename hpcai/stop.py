@@ -107,7 +107,7 @@ def end_in_one_line(name: str, advice: str = "", numbers: Sequence[int] = ENDING
     finally:
         if not _first:
             _set_handler(signal.SIG_DFL, numbers)
-    if _first:
+    if _first and not _printed:
         end = _first[0]
         restart = "the same command starts it again" if end.code == REQUEUE else ""
         _print_end(name, [restart, advice, *notes][-1] or restart, end)

@@ -12,6 +12,7 @@ replay` in place of the run, or without a launcher on this machine. The exit cod
 import os
 import runpy
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -120,6 +121,8 @@ def _exit_code(run_app: Callable[[], object]) -> int:
     try:
         run_app()
     except SystemExit as end:
+        if end.code == 128 + signal.SIGINT:
+            raise
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception:  # of the run; a single process does not exit by itself
         traceback.print_exc()

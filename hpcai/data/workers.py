@@ -17,18 +17,20 @@ import os
 import pickle
 import select
 import signal
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import reduction, resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 
 from hpcai.data.direct import MemoryPool, align_up
 from hpcai.data.pickling import buffer_offsets, flatten
+from hpcai.durable import reserve
 from hpcai.errors import DataError, HpcaiError
 
 _MIN_POOLED = 4096  # bytes from which an array is copied to a block of the pool
@@ -270,9 +272,13 @@ def _flatten(sample: Any, index: int, label: str) -> tuple[bytes, list[memoryvie
 def _create_shared(need: int, name: str) -> tuple[int, mmap.mmap]:
     """Return descriptor and mapping of new shared memory of at least ``need`` bytes."""
     size = align_up(need + need // 8)  # sizes vary
-    fd = os.memfd_create("hpcai-sample")
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("hpcai-sample")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
     try:
-        os.posix_fallocate(fd, 0, size)  # out of memory is an error here, but a bus error later
+        reserve(fd, size)  # out of memory is an error here, but a bus error later
         return fd, mmap.mmap(fd, size)
     except OSError as problem:
         os.close(fd)
@@ -288,6 +294,9 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     sentinel = parent.sentinel
+    if not hasattr(fcntl, "F_SETSIG"):  # only Linux sends another signal
+        threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
+        return
     fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)

@@ -493,7 +493,7 @@ def _wait_for_gloo_threads() -> None:
     before: list[str] | None = None
     for _ in range(100):
         states = []
-        for task in Path("/proc/self/task").iterdir():
+        for task in Path("/proc/self/task").glob("*"):
             with suppress(OSError):
                 if "gloo_runloop" in (task / "comm").read_text():
                     states.append((task / "status").read_text())
