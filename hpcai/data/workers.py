@@ -23,7 +23,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import reduction, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 import numpy as np
@@ -295,7 +296,7 @@ def die_with_parent() -> None:
     assert parent is not None
     sentinel = parent.sentinel
     if not hasattr(fcntl, "F_SETSIG"):  # only Linux sends another signal
-        threading.Thread(target=lambda: (wait([sentinel]), os._exit(1)), daemon=True).start()
+        threading.Thread(target=lambda: (wait_for([sentinel]), os._exit(1)), daemon=True).start()
         return
     fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)

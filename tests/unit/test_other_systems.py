@@ -44,7 +44,8 @@ def run(module, *words):
     except SystemExit as end:
         print("==", module, *words[:1], end.code, flush=True)
 if __name__ == "__main__":
-    run("data_prep.cosmoflow", "simulate", "out", "--universes", "2", "--size", "8", "--cut", "2", "--workers", "2", "--validation", "0")
+    run("data_prep.cosmoflow", "simulate", "out", "--universes", "2", "--size", "8", "--cut", "2", "--workers", "2",
+        "--validation", "0")
     run("apps.cosmoflow", "SMALL", "data.directory=universes", "data.batch=2", "report.directory=run",
         "train.epochs=1", "model.filters=1")
     run("hpcai.cli", "report", "run")
