@@ -33,20 +33,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
-import torch
-from torch import Tensor
 
-from data_prep import captioned, command, encoders, moments, store
+from data_prep import captioned, command, moments, store
 from data_prep.captioned import Array, Entry, Sample, Shard
 from data_prep.command import option
-from data_prep.encoders import NetworkConfig, load_networks
 from data_prep.store import Field
 from hpcai.data.index import commit_file
 from hpcai.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from data_prep.encoders import NetworkConfig
 
 WORK, EMPTY_CAPTION = ".work", "nothing.npz"
 SPLIT_FOLDERS = {"train": ("train", "cc12m_preprocessed"), "validation": ("validation", "val", "coco_preprocessed")}
@@ -176,7 +178,7 @@ def validation_mask(total: int, share: float, seed: int) -> Array:
 class EncodeArgs:
     """The settings of ``write_latents``, the same for all files of a split."""
 
-    networks: NetworkConfig
+    networks: "NetworkConfig"
     size: tuple[int, int] | None                # of an image; None if the source has latents
     enlarge: bool
     encoded: tuple[str, ...]                    # those of "tokens" and "pooled" that are encoded from captions
@@ -204,7 +206,7 @@ def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int],
 
 def _prefetch(
     args: EncodeArgs, shard: Shard, entries: Sequence[Entry], skipped: store.Skipped
-) -> Iterator[list[tuple[Sample, Tensor | None]]]:
+) -> "Iterator[list[tuple[Sample, Tensor | None]]]":
     """Yield batches of samples with their images. Images of the next batch are prepared in threads meanwhile."""
     with ThreadPoolExecutor(args.threads) as pool:
         reader = captioned.read_samples(shard, entries)
@@ -218,7 +220,7 @@ def _prefetch(
             yield usable
 
 
-def _prepare_image(args: EncodeArgs, sample: Sample) -> Tensor | None:
+def _prepare_image(args: EncodeArgs, sample: Sample) -> "Tensor | None":
     if args.size is None:
         return None
     if sample.image is None:
@@ -227,13 +229,17 @@ def _prepare_image(args: EncodeArgs, sample: Sample) -> Tensor | None:
 
 
 def _encode_batch(
-    args: EncodeArgs, samples: Sequence[Sample], images: Sequence[Tensor | None], counts: dict[str, int],
+    args: EncodeArgs, samples: Sequence[Sample], images: "Sequence[Tensor | None]", counts: dict[str, int],
 ) -> dict[str, Array]:  # fmt: skip
     """Return the values of each dataset for a batch of samples."""
+    from data_prep.encoders import load_networks  # imports torch
+
     fields, names = dict(args.fields), [sample.name for sample in samples]
     columns: dict[str, Array] = {}
     if args.size is not None:
         counts["over_white"] += sum(sample.over_white for sample in samples)
+        import torch
+
         columns["moments"] = load_networks(args.networks).encode(torch.stack([x for x in images if x is not None])).numpy()
     for name in fields:
         if name in args.encoded:
@@ -273,6 +279,8 @@ def _to_float16(values: Array, name: str, names: Sequence[str]) -> Array:
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
+    from data_prep.encoders import resolve_networks  # imports torch
+
     root, out = options.source, options.out
     if root.is_dir() and out.resolve().is_relative_to(root.resolve()):
         raise ConfigError(f"{out}: OUT lies within SOURCE {root}; choose another OUT")
@@ -280,8 +288,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
     if options.validation is not None and "" not in parts:
         raise ConfigError(f"--validation {options.validation:g}: {root} has a folder for validation; leave the option out")
     settings = LatentSettings.from_options(options, validation=0.02 if options.validation is None else options.validation)
-    networks = encoders.resolve_networks(options.model, options.vae, options.tokens, options.pooled, options.length,
-                                         options.long == "cut", options.precision, options.device)  # fmt: skip
+    networks = resolve_networks(options.model, options.vae, options.tokens, options.pooled, options.length,
+                                options.long == "cut", options.precision, options.device)  # fmt: skip
     vae, text_encoders = networks.identities()
     recipe = {"kind": "convert", "vae": vae, "encoders": text_encoders, **settings.json_dict,
               "sources": {split or "all": fingerprint_shards(group, root) for split, group in parts.items()}}  # fmt: skip
@@ -303,10 +311,12 @@ def convert(options: argparse.Namespace) -> command.Plan:
 
 
 def _plan_encoding(
-    options: argparse.Namespace, cfg: NetworkConfig, shards: dict[str, list[ListedShard]], firsts: dict[str, Sample],
+    options: argparse.Namespace, cfg: "NetworkConfig", shards: dict[str, list[ListedShard]], firsts: dict[str, Sample],
     vae: str | None, text_encoders: list[str],
 ) -> tuple[EncodeArgs, dict[str, Any]]:  # fmt: skip
     """Return the settings of the encoding and the header of the index, from the first sample of each split."""
+    from data_prep.encoders import load_networks
+
     all_shards = [shard for group in shards.values() for shard in group]
     rows, captions = sum(shard.rows for shard in all_shards), sum(shard.captions for shard in all_shards)
     first = next(iter(firsts.values()))
@@ -347,9 +357,13 @@ def _plan_encoding(
     return args, header
 
 
-def _layout(options: argparse.Namespace, networks: NetworkConfig, first: Sample) -> tuple[tuple[int, ...], list[int], float, float]:
+def _layout(
+    options: argparse.Namespace, networks: "NetworkConfig", first: Sample
+) -> tuple[tuple[int, ...], list[int], float, float]:
     """Return the shape of moments, the size of their images, scale and shift."""
-    cfg = None if networks.vae is None else encoders.vae_config(networks.vae)
+    from data_prep.encoders import vae_config
+
+    cfg = None if networks.vae is None else vae_config(networks.vae)
     factor = VAE_SCALE_FACTOR if cfg is None else 2 ** (len(cfg.channels) - 1)
     if first.moments is None:
         assert cfg is not None
@@ -397,6 +411,8 @@ def _format_size(sides: Sequence[int]) -> str:
 
 def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any], out: Path) -> None:
     """Write the vectors of the empty caption, which replace those of captions dropped in training, and print statistics."""
+    from data_prep.encoders import load_networks
+
     path, vectors = out / EMPTY_CAPTION, {}
     folders = (options.nothing, options.source / EMPTY_FOLDER, options.source.parent / EMPTY_FOLDER)
     folder = next((path for path in folders if path is not None and path.is_dir()), None)
