@@ -298,7 +298,6 @@ def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> "Te
     """Return an image [3, H, W], -1 to 1, resized to cover ``size`` (bicubic, antialiased) and cropped at its centre. Raises
     DataError if it is smaller than ``size``, unless ``enlarge``."""
     import torch
-    from torch.nn import functional
 
     pixels = torch.from_numpy(_decode_image(sample).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
     sides = pixels.shape[1:]
@@ -310,7 +309,7 @@ def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> "Te
         covering = [max(target, round(side * factor)) for side, target in zip(sides, size)]
         if math.prod(covering) > MAX_PIXELS:
             raise DataError(f"{sample.name}: {' x '.join(map(str, sides))}, too long to cover --size; crop it, or leave it out")
-        pixels = functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True)[0].clamp(-1, 1)
+        pixels = torch.nn.functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True)[0].clamp(-1, 1)
     top, left = ((side - target) // 2 for side, target in zip(pixels.shape[1:], size))
     return pixels[:, top : top + size[0], left : left + size[1]]
 

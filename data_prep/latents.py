@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from data_prep.encoders import NetworkConfig
+
+_encoders = partial(import_module, "data_prep.encoders")        # imports torch
 
 WORK, EMPTY_CAPTION = ".work", "nothing.npz"
 SPLIT_FOLDERS = {"train": ("train", "cc12m_preprocessed"), "validation": ("validation", "val", "coco_preprocessed")}
@@ -232,19 +235,15 @@ def _encode_batch(
     args: EncodeArgs, samples: Sequence[Sample], images: "Sequence[Tensor | None]", counts: dict[str, int],
 ) -> dict[str, Array]:  # fmt: skip
     """Return the values of each dataset for a batch of samples."""
-    from data_prep.encoders import load_networks  # imports torch
-
     fields, names = dict(args.fields), [sample.name for sample in samples]
     columns: dict[str, Array] = {}
     if args.size is not None:
         counts["over_white"] += sum(sample.over_white for sample in samples)
-        import torch
-
-        columns["moments"] = load_networks(args.networks).encode(torch.stack([x for x in images if x is not None])).numpy()
+        columns["moments"] = _encoders().load_networks(args.networks).encode([x for x in images if x is not None]).numpy()
     for name in fields:
         if name in args.encoded:
             captions = [sample.caption or "" for sample in samples]
-            vectors, count = load_networks(args.networks).text_encoders[name].encode(captions, names)
+            vectors, count = _encoders().load_networks(args.networks).text_encoders[name].encode(captions, names)
             columns[name], counts[TRUNCATED[name]] = vectors.numpy(), counts[TRUNCATED[name]] + count
         elif name not in columns:
             columns[name] = np.stack([_stored_values(sample, name, fields[name].shape) for sample in samples])
@@ -279,8 +278,6 @@ def _to_float16(values: Array, name: str, names: Sequence[str]) -> Array:
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
-    from data_prep.encoders import resolve_networks  # imports torch
-
     root, out = options.source, options.out
     if root.is_dir() and out.resolve().is_relative_to(root.resolve()):
         raise ConfigError(f"{out}: OUT lies within SOURCE {root}; choose another OUT")
@@ -288,8 +285,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
     if options.validation is not None and "" not in parts:
         raise ConfigError(f"--validation {options.validation:g}: {root} has a folder for validation; leave the option out")
     settings = LatentSettings.from_options(options, validation=0.02 if options.validation is None else options.validation)
-    networks = resolve_networks(options.model, options.vae, options.tokens, options.pooled, options.length,
-                                options.long == "cut", options.precision, options.device)  # fmt: skip
+    networks = _encoders().resolve_networks(options.model, options.vae, options.tokens, options.pooled, options.length,
+                                            options.long == "cut", options.precision, options.device)  # fmt: skip
     vae, text_encoders = networks.identities()
     recipe = {"kind": "convert", "vae": vae, "encoders": text_encoders, **settings.json_dict,
               "sources": {split or "all": fingerprint_shards(group, root) for split, group in parts.items()}}  # fmt: skip
@@ -315,8 +312,6 @@ def _plan_encoding(
     vae: str | None, text_encoders: list[str],
 ) -> tuple[EncodeArgs, dict[str, Any]]:  # fmt: skip
     """Return the settings of the encoding and the header of the index, from the first sample of each split."""
-    from data_prep.encoders import load_networks
-
     all_shards = [shard for group in shards.values() for shard in group]
     rows, captions = sum(shard.rows for shard in all_shards), sum(shard.captions for shard in all_shards)
     first = next(iter(firsts.values()))
@@ -344,7 +339,7 @@ def _plan_encoding(
         if name in stored:
             shapes[name] = getattr(first, name).shape
         elif name in encoded:
-            shapes[name] = load_networks(networks).text_encoders[name].shape
+            shapes[name] = _encoders().load_networks(networks).text_encoders[name].shape
     fields = tuple((name, FIELDS[name]._replace(shape=tuple(shape))) for name, shape in shapes.items())
     size = None if first.moments is not None else options.size
     args = EncodeArgs(networks, size, options.enlarge, tuple(encoded), options.batch, options.workers, fields, options.skip_bad)
@@ -361,9 +356,7 @@ def _layout(
     options: argparse.Namespace, networks: "NetworkConfig", first: Sample
 ) -> tuple[tuple[int, ...], list[int], float, float]:
     """Return the shape of moments, the size of their images, scale and shift."""
-    from data_prep.encoders import vae_config
-
-    cfg = None if networks.vae is None else vae_config(networks.vae)
+    cfg = None if networks.vae is None else _encoders().vae_config(networks.vae)
     factor = VAE_SCALE_FACTOR if cfg is None else 2 ** (len(cfg.channels) - 1)
     if first.moments is None:
         assert cfg is not None
@@ -411,8 +404,6 @@ def _format_size(sides: Sequence[int]) -> str:
 
 def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, Any], out: Path) -> None:
     """Write the vectors of the empty caption, which replace those of captions dropped in training, and print statistics."""
-    from data_prep.encoders import load_networks
-
     path, vectors = out / EMPTY_CAPTION, {}
     folders = (options.nothing, options.source / EMPTY_FOLDER, options.source.parent / EMPTY_FOLDER)
     folder = next((path for path in folders if path is not None and path.is_dir()), None)
@@ -421,7 +412,7 @@ def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, A
             continue
         where = f"the empty caption of {name}"
         if getattr(args.networks, name) is not None:
-            values = load_networks(args.networks).text_encoders[name].encode([""], [where])[0].numpy()
+            values = _encoders().load_networks(args.networks).text_encoders[name].encode([""], [where])[0].numpy()
         elif folder is not None and (array := folder / EMPTY_FILES[name]).is_file():
             where, values = str(array), captioned.read_empty_caption(array)
         else:

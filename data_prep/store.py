@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from multiprocessing import active_children, get_context
@@ -36,6 +36,7 @@ import numpy as np
 
 import hpcai
 from data_prep import moments
+from hpcai.cli.progress import Progress, show_progress
 from hpcai.data.index import commit_file, write_index, write_json
 from hpcai.data.workers import block_signals, die_with_parent, ignore_signals
 from hpcai.dist.environment import read_rank_info
@@ -409,20 +410,20 @@ def _write_result(task: tuple[Path, Callable[[], dict[str, Any]]]) -> None:
 
 def run_parallel(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: str) -> None:
     """Call ``work`` on every job, in this process or in several. The first error cancels the others and is raised."""
-    with _progress_bar(len(jobs), label) as step:
+    with show_progress() if rank_and_size()[0] == 0 else nullcontext(lambda progress: None) as show:
         if workers == 1 or len(jobs) < 2:
-            for job in jobs:
+            for done, job in enumerate(jobs, 1):
                 work(job)
-                step()
+                show(Progress(label, done, len(jobs), "parts"))
             return
         # A new interpreter per worker: forking a process that may have threads (HDF5, a test runner) is not safe.
         before, pool = set(active_children()), ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _start_worker)
         try:
             with block_signals():
                 futures = [pool.submit(_work, work, job) for job in jobs]
-            for future in as_completed(futures):
+            for done, future in enumerate(as_completed(futures), 1):
                 future.result()
-                step()
+                show(Progress(label, done, len(jobs), "parts"))
         except KeyboardInterrupt:
             for worker in set(active_children()) - before:
                 worker.terminate()
@@ -443,27 +444,6 @@ def _work(work: Callable[[Any], Any], job: Any) -> None:
         work(job)
     except SystemExit as end:  # the pool would go on with another job
         os._exit(int(end.code or 0))
-
-
-@contextmanager
-def _progress_bar(total: int, label: str) -> Iterator[Callable[[], None]]:
-    visible = rank_and_size()[0] == 0
-    if visible and sys.stdout.isatty():
-        from rich.progress import Progress
-
-        with Progress(transient=True) as bar:
-            task = bar.add_task(label, total=total)
-            yield lambda: bar.advance(task)
-        return
-    state = {"done": 0, "next": time.monotonic() + 10}
-
-    def step() -> None:
-        state["done"] += 1
-        if visible and time.monotonic() >= state["next"]:
-            state["next"] = time.monotonic() + 10
-            print(f"{label}: {state['done']:.0f} of {total}", flush=True)
-
-    yield step
 
 
 def wait_for(missing: Sequence[Any], is_done: Callable[[Any], bool], name: Callable[[Any], Any]) -> None:

@@ -120,18 +120,12 @@ def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None =
     in_program = argv is None  # a notebook, which passes argv, keeps its signals and has no start time
     with ExitStack() as stack:
         if in_program:
-            stack.enter_context(end_in_one_line(_program_name(main), advice, (signal.SIGINT,)))
+            spec = getattr(main, "__globals__", {}).get("__spec__")  # None: of a script
+            name = Path(sys.argv[0]).name if spec is None else spec.name.removesuffix(".__main__")
+            stack.enter_context(end_in_one_line(name, advice, (signal.SIGINT,)))
             stack.enter_context(exit_on_signal())
         stack.enter_context(startup.clock(startup.process_age() if in_program else 0.0))
         _run(schema, main, files, args, show)
-
-
-def _program_name(main: Callable[..., object]) -> str:
-    """Return the module of ``main``, such as apps.llm.generate, or the file of a script."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None) if main.__module__ == "__main__" else None
-    if main.__module__ != "__main__":
-        return main.__module__
-    return spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
 
 
 def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], overrides: Sequence[str], show: bool) -> None:

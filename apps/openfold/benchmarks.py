@@ -122,7 +122,7 @@ class Benchmark(Workload):
         return model
 
     def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
-        protein = random_chain(cfg.features.crop, random)
+        protein = random_chain(cfg.features.crop or 256, random)
         rows = random_alignment(protein, cfg.features.clusters + cfg.features.extra, random)
         values = {
             "residues": len(protein.aatype), "letters": rows.msa.size, "name": b"synthetic", "resolution": 2.0, "release": 0,

@@ -23,14 +23,12 @@ _EXPECTED = "events and settings as a run of this version writes them"
 
 def draw_run(run: Path) -> Path:
     """Render the run in the directory ``run``, and return the path of the page. Raises DataError if there is no run."""
-    from hpcai.cli.report.curves import plots
-    from hpcai.cli.report.document import render_page
-    from hpcai.cli.report.run import read_run
+    from hpcai.cli.report import curves, document, read_run
 
     record = read_run(run)
     with check_fields(f"{run / METRICS} or settings.yaml", _EXPECTED, DataError):
-        images = {plot: pictures for plot in plots(record) if (pictures := _render(record.left_out, plot))}
-        page = render_page(record, images)
+        images = {plot: pictures for plot in curves.plots(record) if (pictures := _render(record.left_out, plot))}
+        page = document.render_page(record, images)
     folder = run / "plots"
     folder.mkdir(exist_ok=True)
     for plot, (light, _) in images.items():
@@ -43,8 +41,7 @@ def draw_run(run: Path) -> Path:
 def compare_runs(runs: Sequence[Path], output: Path | None = None) -> Path:
     """Render several runs on one page, in their common parent folder or in the file ``output``, and return its path. Raises
     DataError if one is no run, or the page cannot be written."""
-    from hpcai.cli.report import comparison
-    from hpcai.cli.report.run import read_run
+    from hpcai.cli.report import comparison, read_run
 
     overview = comparison.Comparison([read_run(run) for run in runs])
     with check_fields(f"{METRICS} or settings.yaml of {', '.join(map(str, runs))}", _EXPECTED, DataError):
