@@ -25,6 +25,7 @@ R rows of a file   L channels of a latent   h w its pixels   N tokens of J eleme
 """
 
 import argparse
+import io
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ from data_prep import captioned, command, moments, store
 from data_prep.captioned import Array, Entry, Sample, Shard
 from data_prep.command import option
 from data_prep.store import Field
-from hpcai.data.index import commit_file
+from hpcai.data.index import replace_file
 from hpcai.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -423,10 +424,8 @@ def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, A
             raise DataError(f"{where}: {list(values.shape)}, expected {[1, *map(int, expected)]}, as captions have it")
         vectors[name] = _to_float16(values, name, [where])[0]
     if vectors:
-        partial_path = path.with_name(f".{path.name}.partial")
-        with partial_path.open("wb") as file:
-            np.savez(file, **vectors)
-        commit_file(partial_path, path)
+        np.savez(content := io.BytesIO(), **vectors)
+        replace_file(path, content.getvalue())
     _print_statistics(out)
 
 

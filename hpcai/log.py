@@ -1,4 +1,4 @@
-"""Logging with the rank, and sinks of the events of a run: terminal, JSON lines, TensorBoard, MLPerf log.
+"""Logging with the rank, and sinks of the events of a run: terminal, JSON lines, trackers, MLPerf log.
 
 The training loop emits each event once, with numbers and text as fields, and every sink writes it in its own format:
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+_TRACKERS = {"tensorboard": "hpcai.log.TensorBoard", "wandb": "hpcai.trackers.Wandb", "mlflow": "hpcai.trackers.Mlflow"}
 
 
 # ---------------------------------------------------------------------------------------------------------- logging
@@ -143,18 +144,21 @@ class Reports(AbstractContextManager["Reports"]):
 
 def open_reports(
     directory: Path | None, sinks: Sequence[str], first: bool, mlperf: Callable[[Path, TextIO | None], Sink] | None = None,
+    project: str | None = None,
 ) -> Reports:  # fmt: skip
     """Open the ``sinks`` of a run (``report.sinks``) on its ``first`` process; the others have none.
 
     JSON lines are always written if there is a directory. ``mlperf(path, echo)`` creates the sink of a benchmark, whose lines also
-    go to stdout unless the terminal sink uses it. On all processes raises ConfigError for settings that do not fit together, and
-    MissingExtraError without TensorBoard.
+    go to stdout unless the terminal sink uses it. ``project``: of W&B and MLflow. On all processes raises ConfigError for settings
+    that do not fit together, and MissingExtraError without the package of a tracker.
     """
-    for name in ("tensorboard", "mlperf"):
+    trackers = [name for name in _TRACKERS if name in sinks]
+    for name in ("mlperf", *trackers):
         if name in sinks and directory is None:
             raise ConfigError(f"report.sinks has '{name}', which writes files, but report.directory is not set; set it")
-    if "tensorboard" in sinks and importlib.util.find_spec("tensorboard") is None:
-        raise MissingExtraError("report.sinks has 'tensorboard', which is not installed: pip install 'hpcai-suite[tensorboard]'")
+    for name in trackers:
+        if getattr(importlib.util.find_spec(name), "origin", None) is None:  # a folder such as ./wandb is found, without an origin
+            raise MissingExtraError(f"report.sinks has '{name}', which is not installed: pip install 'hpcai-suite[{name}]'")
     if "mlperf" in sinks and mlperf is None:
         raise ConfigError("report.sinks has 'mlperf', but this app has no benchmark of MLPerf (apps/NAME/mlperf.py); leave it out")
     if not first:
@@ -166,8 +170,9 @@ def open_reports(
         except OSError as error:
             raise ConfigError(f"report.directory {directory} cannot be created ({error.strerror}); choose another") from error
         created.append(JsonLines(directory / METRICS))
-        if "tensorboard" in sinks:
-            created.append(TensorBoard(directory / "tensorboard"))
+        for name in trackers:
+            module, _, sink = _TRACKERS[name].rpartition(".")
+            created.append(getattr(importlib.import_module(module), sink)(directory / name, project))
         if "mlperf" in sinks and mlperf is not None:
             created.append(mlperf(directory / "mlperf.log", None if "terminal" in sinks else sys.stdout))
     return Reports(created, directory)
@@ -190,6 +195,14 @@ def to_strict_json(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float)):
         return value
     return to_strict_json(value.item()) if hasattr(value, "item") else str(value)      # a scalar of numpy or torch; a path
+
+
+def flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by their dotted paths."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flatten(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
+    return flat
 
 
 def restore_non_finite(value: Any) -> Any:
@@ -496,10 +509,19 @@ class Terminal:
 # ------------------------------------------------------------------------------------------------------ TensorBoard
 
 
-class TensorBoard:
-    """The sink of scalars ``train/*`` and ``evaluate/*``, with TensorBoard's event writer, without torch or TensorFlow."""
+def name_scalars(event: Event) -> dict[str, float]:
+    """Return the scalars of a `train` or `evaluate` event by their names in a tracker: ``train/*`` and ``evaluate/*``."""
+    if event.kind not in ("train", "evaluate") or event.fields.get("step") is None:
+        return {}
+    values = select_metrics(event.fields) | {name: value for name, value in event.fields.items() if event.kind == "train"
+                                             and (name in ("lr", "samples_per_second", "epoch") or name.startswith("gpu_"))}
+    return {f"{event.kind}/{name}": value for name, value in values.items()}
 
-    def __init__(self, directory: Path) -> None:
+
+class TensorBoard:
+    """The sink of these scalars, with TensorBoard's event writer, without torch or TensorFlow."""
+
+    def __init__(self, directory: Path, project: str | None = None) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(directory))
@@ -509,15 +531,12 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        step = event.fields.get("step")
         if event.kind == "start" and (since := event.fields.get("resumed_from")) is not None:
             # TensorBoard hides the values of earlier files from this step on
             self._writer.add_event(Record(wall_time=event.time, step=since + 1, session_log=SessionLog(status=SessionLog.START)))
-        elif event.kind in ("train", "evaluate") and step is not None:
-            names = select_metrics(event.fields) | {name: value for name, value in event.fields.items() if event.kind == "train"
-                                             and (name in ("lr", "samples_per_second", "epoch") or name.startswith("gpu_"))}
-            values = [Summary.Value(tag=f"{event.kind}/{name}", simple_value=value) for name, value in names.items()]
-            self._writer.add_event(Record(wall_time=event.time, step=step, summary=Summary(value=values)))
+        elif scalars := name_scalars(event):
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+            self._writer.add_event(Record(wall_time=event.time, step=event.fields["step"], summary=Summary(value=values)))
             if event.kind == "evaluate":
                 self._writer.flush()
 

@@ -367,8 +367,10 @@ class ReportConfig(Settings):
 
     directory: Path | None = None
     """directory of the run; null: no files"""
-    sinks: tuple[Literal["terminal", "tensorboard", "mlperf"], ...] = ("terminal",)
-    """progress in the terminal, TensorBoard files, a log for MLPerf's compliance checkers"""
+    sinks: tuple[Literal["terminal", "tensorboard", "wandb", "mlflow", "mlperf"], ...] = ("terminal",)
+    """progress in the terminal, files for TensorBoard, Weights & Biases or MLflow, a log for MLPerf's compliance checkers"""
+    project: str | None = None
+    """project of Weights & Biases, experiment of MLflow; null: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, or the name of the app"""
 
 
 class RunConfig(Settings):

@@ -26,14 +26,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
-
-import pydantic
 
 from hpcai.cli import apps, make_parser
 from hpcai.cli.script import Site, assign, find_site, list_sites, render
 from hpcai.config import load
 from hpcai.errors import ConfigError, HpcaiError, MeshError
+from hpcai.log import flatten
 from hpcai.schema import CONTROL, close_matches, join_names
 from hpcai.settings import RunConfig, mesh_shape
 
@@ -259,7 +257,7 @@ def _array_values(settings: RunConfig, array: str) -> tuple[str, list[str]]:
             raise ConfigError(f"--array {array}: the first value is larger than the last; write {name}={span[2]}-{span[1]}")
         last = min(int(span[2]), int(span[1]) + _MAX_TASKS)  # one more is an error
         values = [str(number) for number in range(int(span[1]), last + 1)]
-    known = [key for key in _flatten_settings(settings) if key != "report.directory"]
+    known = [key for key in flatten(settings.model_dump()) if key != "report.directory"]
     if name == "report.directory":
         raise ConfigError(f"--array {array}: each run gets a directory of its own below report.directory; leave it out")
     if name in known:
@@ -271,15 +269,6 @@ def _array_values(settings: RunConfig, array: str) -> tuple[str, list[str]]:
     near = matches or [key for end in suffixes for key in known if key.rpartition(".")[2] == end] or close_matches(name, known)
     hint = f"did you mean {' or '.join(near[:4])}?" if near else f"the sections are {join_names(list(settings.model_dump()))}"
     raise ConfigError(f"--array {array}: {'several settings are' if matches else 'no setting is'} called {name}; {hint}")
-
-
-def _flatten_settings(settings: pydantic.BaseModel) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name in type(settings).model_fields:
-        value = getattr(settings, name)
-        nested = isinstance(value, pydantic.BaseModel)
-        flat |= {f"{name}.{key}": v for key, v in _flatten_settings(value).items()} if nested else {name: value}
-    return flat
 
 
 # ---- The script -----------------------------------------------------------------------------------------------------------------
@@ -320,8 +309,11 @@ def _shell_lines(job: Job) -> list[str]:
         lines += [assign("HPCAI_IMAGE", image), assign("HPCAI_PYTHON", "python")]
         lines += [assign("HPCAI_FOLDERS", ",".join(map(str, _paths_to_mount(job.settings, job.overrides[:1]))))]
     else:
-        none = job.site.facts.get("container") == "none"
-        lines += [*_python_path(folder), *([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
+        root, none = Path(apps.apps_root()).resolve(), job.site.facts.get("container") == "none"
+        installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+        if root != folder.resolve() and root not in installed:
+            lines += [f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"]  # of the apps
+        lines += [*([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
     lines += [*_environment_lines(job), "HPCAI_STAGE="]
     if args.stage:
         source = job.settings.data.directory  # type: ignore[attr-defined]
@@ -350,21 +342,12 @@ def _environment_lines(job: Job) -> list[str]:
     return [assign("HPCAI_ENVIRONMENT", str(Path(job.args.environment).absolute())), f'HPCAI_AT="{path}"']
 
 
-def _python_path(folder: Path) -> list[str]:
-    """Return the PYTHONPATH of the apps, unless they are installed or in the current folder."""
-    root = Path(apps.apps_root()).resolve()
-    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
-    if root == folder.resolve() or root in installed:
-        return []
-    return [f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"]
-
-
 def _paths_to_mount(settings: RunConfig, arguments: Sequence[str]) -> list[Path]:
     """Return the paths outside the current folder that a container must mount: those in ``settings``, and the file that the first
     of ``arguments`` may be. A path that does not exist is replaced by its nearest existing parent."""
     paths = [Path(arg) for arg in arguments if arg.endswith((".yaml", ".yml")) and "=" not in arg]
     mounts = []
-    for path in [*paths, *(value for value in _flatten_settings(settings).values() if isinstance(value, Path))]:
+    for path in [*paths, *(value for value in flatten(settings.model_dump()).values() if isinstance(value, Path))]:
         existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
         if not existing.resolve().is_relative_to(Path.cwd().resolve()) and existing != Path("/"):
             mounts.append(existing)

@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -109,7 +109,16 @@ def _rerun(failure: dict[str, Any], reports: list[dict[str, Any]], scratch: Path
                 runpy.run_module(f"apps.{failure['run']}", run_name="__main__")
 
         if not alone or failure["world"] == 1:
-            return _exit_code(run_app)
+            try:
+                run_app()
+            except SystemExit as end:
+                if end.code == 128 + signal.SIGINT:
+                    raise
+                return end.code if isinstance(end.code, int) else int(end.code is not None)
+            except Exception:  # of the run; a single process does not exit by itself
+                traceback.print_exc()
+                return 1
+            return SUCCEEDED
         if torch.cuda.is_available() and torch.cuda.device_count() < failure["world"]:
             raise ConfigError(f"the run trained on {failure['world']} processes, and this machine has fewer GPUs; start as many "
                               f"behind a launcher: srun -n {failure['world']} hpcai replay ...")  # fmt: skip
@@ -118,19 +127,6 @@ def _rerun(failure: dict[str, Any], reports: list[dict[str, Any]], scratch: Path
         print(text, end="")
         other_codes = [code if code is not None else 1 for code in codes if code not in (FAILED_AGAIN, SUCCEEDED)]
         return FAILED_AGAIN if FAILED_AGAIN in codes else other_codes[0] if other_codes else SUCCEEDED
-
-
-def _exit_code(run_app: Callable[[], object]) -> int:
-    try:
-        run_app()
-    except SystemExit as end:
-        if end.code == 128 + signal.SIGINT:
-            raise
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except Exception:  # of the run; a single process does not exit by itself
-        traceback.print_exc()
-        return 1
-    return SUCCEEDED
 
 
 @contextmanager

@@ -337,18 +337,15 @@ class _Hub:
             self._stop_requests[message["boundary"]].steps[member.rank] = message["steps"]
         elif "left" in message:
             member.exit_code = message["left"]
-        self._announce_stop()
-        if sum(member.exit_code is not None for member in self._members.values()) == self._world:
-            self._done.set()
-
-    def _announce_stop(self) -> None:
-        """Send the step of each boundary once all remaining ranks have answered."""
+        # Each boundary gets its step once all remaining ranks have answered.
         remaining = {member.rank for member in self._members.values() if member.exit_code is None}
         for number, request in self._stop_requests.items():
             if not request.announced and len(self._members) == self._world and remaining <= request.steps.keys():
                 request.announced = True
-                for member in self._members.values():
-                    member.send(boundary=number, stop_at=max(request.steps.values(), default=0) + 1, reason=request.reason)
+                for other in self._members.values():
+                    other.send(boundary=number, stop_at=max(request.steps.values(), default=0) + 1, reason=request.reason)
+        if sum(member.exit_code is not None for member in self._members.values()) == self._world:
+            self._done.set()
 
     async def query_status(self, timeout: float) -> "dict[int, RankStatus]":
         members = [member for member in self._members.values() if member.exit_code is None]

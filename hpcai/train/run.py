@@ -68,7 +68,7 @@ class Run(AbstractContextManager["Run"]):
             log.setup(mesh.job.rank, mesh.job.size)  # a notebook has logging of its own
             self.settings, self.directory = cfg.model_dump(mode="json"), cfg.report.directory
             mlperf = None if benchmark is None else lambda path, echo: MlperfLog(path, benchmark, echo)
-            self.reports = log.open_reports(self.directory, cfg.report.sinks, mesh.is_first, mlperf)
+            self.reports = log.open_reports(self.directory, cfg.report.sinks, mesh.is_first, mlperf, cfg.report.project)
         self.checkpoints: Checkpoints | None = None
         self.flight_recorder = FlightRecorder(name, self.directory, self.settings, mesh)
         self._owner: IO[str] | None = None

@@ -58,7 +58,7 @@ def stage(mesh: Mesh, source: Path, target: Path, per_node: int, options: dict[s
     node = options.pop("node", [f"node{rank // per_node}"] * mesh.world)[rank]
     folder = options.pop("folder", [target / node] * mesh.world)[rank]
     reads = 0
-    original_pwrite, broadcast, disk_usage = os.pwrite, exchange._GlooExchange.broadcast, shutil.disk_usage(source)
+    original_pwrite, broadcast, disk_usage = os.pwrite, exchange.Exchange.broadcast, shutil.disk_usage(source)
 
     def preadv(descriptor: int, views: Sequence[Any], offset: int) -> int:
         nonlocal reads
@@ -87,7 +87,7 @@ def stage(mesh: Mesh, source: Path, target: Path, per_node: int, options: dict[s
             if fault == "write":
                 patch.setattr(os, "pwrite", pwrite)
             if fault == "flip":
-                patch.setattr(exchange._GlooExchange, "broadcast", flip)
+                patch.setattr(exchange.Exchange, "broadcast", flip)
             if fault == "small":
                 patch.setattr(shutil, "disk_usage", lambda path: disk_usage._replace(free=1000))
         try:

@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import numpy as np
@@ -194,15 +195,18 @@ def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["small:", "step"]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_invalid_report_settings_are_an_error_on_every_rank(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"report.directory is not set"):
-        log.open_reports(None, ["tensorboard"], rank == 0)
+@pytest.mark.parametrize("rank, tracker", [(0, "tensorboard"), (0, "mlflow"), (1, "wandb")])
+def test_invalid_report_settings_are_an_error_on_every_rank(
+    rank: int, tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=rf"'{tracker}', which writes files, but report.directory is not set"):
+        log.open_reports(None, [tracker], rank == 0)
     with pytest.raises(ConfigError, match=r"report.sinks has 'mlperf', but this app has no benchmark of MLPerf"):
         log.open_reports(tmp_path, ["mlperf"], rank == 0)
-    monkeypatch.setattr(log.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[tensorboard\]"):
-        log.open_reports(tmp_path, ["tensorboard"], rank == 0)
+    folder = ModuleSpec(tracker, None)                     # of ./wandb or ./mlflow, which the packages create
+    monkeypatch.setattr(log.importlib.util, "find_spec", lambda name: folder if rank else None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'hpcai-suite\[{tracker}\]'"):
+        log.open_reports(tmp_path, [tracker], rank == 0)
 
 
 def test_tensorboard_has_the_scalars_and_hides_repeated_ones_after_a_resume(tmp_path: Path) -> None:
@@ -245,6 +249,6 @@ def test_every_rank_warns_and_the_first_informs(capsys: pytest.CaptureFixture[st
 
 
 def test_reports_cost_no_heavy_import() -> None:
-    heavy = "torch", "numpy", "rich", "tensorboard", "yaml"
-    code = f"import sys, hpcai.log, hpcai.mllog; print([name for name in {heavy} if name in sys.modules])"
+    heavy = "torch", "numpy", "rich", "tensorboard", "wandb", "mlflow", "yaml"
+    code = f"import sys, hpcai.log, hpcai.mllog, hpcai.trackers; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -130,12 +130,6 @@ def _outer_inputs(draw: RandomInputs, rows: int, entries: int, few: int, channel
     return [left, right, draw(channels, few * few, scale=1 / few), draw(channels), count]
 
 
-def _optimizer_inputs(moments: int) -> Callable[[RandomInputs, int], list[Any]]:
-    """Return a function that makes weights and gradient [n] float32, and moments [n] of the measured dtype."""
-    return lambda draw, n: [*(draw(n, wide=True, fixed=True) for _ in range(2)),
-                            *(draw(n, fixed=True).abs_() for _ in range(moments))]  # fmt: skip
-
-
 # ---- attention with a pair bias
 
 
@@ -249,16 +243,19 @@ def _torch_adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
 
 
 def _update_bytes(passes: int, inputs: Sequence[Tensor], both: bool) -> int:
-    """Weights and moments are read and written, the gradient is read. A second pass reads weights, and the direction of the
-    first."""
+    """Return the bytes of an update: weights and moments are read and written, the gradient is read. A second pass reads weights
+    and the direction that the first has written, and writes weights."""
     w, g, *moments = inputs
     return 2 * w.nbytes + g.nbytes + 2 * sum(m.nbytes for m in moments) + (passes - 1) * 3 * w.nbytes
 
 
 def _optimizer(name: str, ours: Function, moments: int, millions: int, passes: int = 1, **peers: Function) -> Kernel:
-    sizes = {f"{millions}-million": (millions * 1_000_000,)}
-    moved = partial(_update_bytes, passes)
-    return Kernel(name, _optimizer_inputs(moments), sizes, (4096,), ours, ours, peers, moved, has_backward=False)
+    def inputs(draw: RandomInputs, n: int) -> list[Any]:
+        """Return weights and gradient [n] float32, and moments [n] of the measured dtype."""
+        return [*(draw(n, wide=True, fixed=True) for _ in range(2)), *(draw(n, fixed=True).abs_() for _ in range(moments))]
+
+    sizes, moved = {f"{millions}-million": (millions * 1_000_000,)}, partial(_update_bytes, passes)
+    return Kernel(name, inputs, sizes, (4096,), ours, ours, peers, moved, has_backward=False)
 
 
 # ---- random numbers
@@ -358,7 +355,10 @@ def measure(name: str, args: Any) -> Iterator[Row]:
 
 def compare(name: str, kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, args: Any) -> Iterator[Row]:
     """Yield the rows of all implementations at one size in one dtype."""
-    sets = _inputs(kernel, size, dtype, device)
+    sets = [kernel.inputs(RandomInputs(device, dtype, 0), *size)]
+    set_bytes = sum(tensor.nbytes for tensor in _tensors(sets[0]))
+    additional = min(_CACHE // max(set_bytes, 1), 15) if device.type == "cuda" else 0
+    sets += [kernel.inputs(RandomInputs(device, dtype, 1 + i), *size) for i in range(additional)]
     key = "both_ms" if kernel.has_backward else "forward_ms"
     ours: float | None = None
     for form, function in kernel.implementations().items():
@@ -376,13 +376,6 @@ def compare(name: str, kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype
         finally:
             clocks.free_memory()
         yield row
-
-
-def _inputs(kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
-    first = kernel.inputs(RandomInputs(device, dtype, 0), *size)
-    set_bytes = sum(tensor.nbytes for tensor in _tensors(first))
-    additional = min(_CACHE // max(set_bytes, 1), 15) if device.type == "cuda" else 0
-    return [first, *(kernel.inputs(RandomInputs(device, dtype, 1 + i), *size) for i in range(additional))]
 
 
 def _tensors(inputs: Sequence[Any]) -> list[Tensor]:

@@ -148,7 +148,10 @@ class StepBenchmark:
                 run(i)
             synchronize()
             row: Row = {"ready_s": round(time.perf_counter() - start, 2), "loss": loss}
-            count = self._window_steps(run)
+            count = variants  # steps of a window, a multiple of the step variants: fewer if a step is long
+            if self.on_gpu:
+                step_s = statistics.mean(clocks.time_window(run, variants))
+                count = max(min(STEPS, int(WINDOW_S / step_s)) // variants, 1) * variants
             windows, joules = self._time_windows(run, count, cfg.data.batch)
             host = []
             for i in range(max(5, variants) if self.on_gpu else 1):
@@ -168,14 +171,6 @@ class StepBenchmark:
                 row |= self._loader_row(step, variant, lr, statistics.median(last_variant))
         row |= {"finite": int(step.first_failures()[0]) == NEVER}
         return row | ({"notes": messages} if (messages := [*step.messages, *step.news()]) else {})
-
-    def _window_steps(self, run: Any) -> int:
-        """Return the number of steps of a window, a multiple of the step variants: fewer if a step is long."""
-        variants = len(self.case.step_variants)
-        if not self.on_gpu:
-            return variants
-        s = statistics.mean(clocks.time_window(run, variants))
-        return max(min(STEPS, int(WINDOW_S / s)) // variants, 1) * variants
 
     def _time_windows(self, run: Any, count: int, samples: int) -> tuple[list[list[float]], float | None]:
         """Return the seconds of each step of each window, and joules per sample, if the GPU has an energy counter."""

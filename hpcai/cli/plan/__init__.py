@@ -46,8 +46,12 @@ def main(argv: Sequence[str]) -> int:
             result |= {"machine": on.name, "slower": slowdown}
             on, ways = replace(on, slowdown=slowdown), args.ways or planner.ways
             result["axes"] = planner.fixed_axes()
-            jobs = {gpus: fastest_jobs(planner, gpus, ways, on, args.evaluate) for gpus in args.gpus}
-            result["jobs"] = {gpus: [job_row(job, on) for job in fastest] for gpus, fastest in jobs.items()}
+            result["jobs"] = {}
+            for gpus in args.gpus:
+                fastest: dict[int, Job] = {}  # for each of the ways, in their order
+                for job in planner.plan_jobs(gpus, ways, on, args.evaluate):
+                    fastest.setdefault(job.ways, job)
+                result["jobs"][gpus] = [job_row(fastest[n], on) for n in ways if n in fastest]
     print(json.dumps(result)) if args.json else print_tables(result)
     return 0
 
@@ -68,12 +72,6 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     if min(*args.gpus, *(args.ways or [1])) < 1 or args.evaluate < 0 or min(args.slower or 1, args.measured or 1) <= 0:
         parser.error("numbers of GPUs and ways are at least 1, factors and seconds more than 0")
     return args
-
-
-def fastest_jobs(planner: "Planner", gpus: int, ways: Sequence[int], machine: Machine, evaluating: int) -> "list[Job]":
-    """Return the fastest job on ``gpus`` for each of ``ways``."""
-    jobs = planner.plan_jobs(gpus, ways, machine, evaluating)
-    return [next(job for job in jobs if job.ways == n) for n in ways if any(job.ways == n for job in jobs)]
 
 
 def job_row(job: "Job", on: Machine) -> Row:

@@ -165,7 +165,12 @@ class Planner:
                 step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # with gradient buckets as for several
                 directions = cfg.step.optimizer == "lamb" and [torch.zeros_like(state.weights) for state in step.optimizer.states]
                 batch = paper.empty_like(example)
-                _record_once(paper, step)
+                sums: Any = step.reducer  # the reduction of gradients, and the work before and after it, is once per step
+                for owner, name in (
+                    (sums, "all_gather_parameters"), (sums, "zero_grad"), (sums, "reduce"),
+                    *((bucket, "launch") for bucket in sums.buckets),
+                ):  # fmt: skip
+                    setattr(owner, name, paper.once_per_step(getattr(owner, name)))
                 with paper.record() as record:
                     step.reducer.all_gather_parameters()
                     if recorder is not None:
@@ -420,15 +425,6 @@ def _record_update(paper: StepTracer, step: Step) -> None:
         paper.add_kernel(
             "update", 2 * sum(x.nbytes for x in tensors if x is not None) + 2 * (0 if gradient is None else gradient.nbytes)
         )
-
-
-def _record_once(paper: StepTracer, step: Step) -> None:
-    """Record the reduction of gradients, and the work before and after it, once per step and not for each micro-batch."""
-    sums: Any = step.reducer
-    for owner, name in (
-        (sums, "all_gather_parameters"), (sums, "zero_grad"), (sums, "reduce"), *((bucket, "launch") for bucket in sums.buckets),
-    ):  # fmt: skip
-        setattr(owner, name, paper.once_per_step(getattr(owner, name)))
 
 
 def _scale_events(events: Sequence[Event], ways: int, recorded: int, replicas: int) -> list[Event]:

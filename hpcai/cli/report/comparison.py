@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from html import escape
 from itertools import cycle, product
@@ -20,7 +20,7 @@ from hpcai.cli.report.curves import set_log_scale, smooth
 from hpcai.cli.report.document import Images, card, figure_cards, html_page, left_out_card, run_state, table
 from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import PALETTE, WIDTH, Plot, Theme, escape_mathtext
-from hpcai.log import format_duration, format_number
+from hpcai.log import flatten, format_duration, format_number
 
 SEED = "train.seed"
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (7, 2, 1, 2)))
@@ -37,7 +37,11 @@ class Comparison:
         self.runs = {os.path.relpath(place, self.folder): run for place, run in zip(places, runs)}
         self.apps = list(dict.fromkeys(run.name for run in runs))
         self.left_out: list[str] = []
-        self.settings = {label: _flatten(run.settings) for label, run in self.runs.items()}
+        self.settings = {
+            label: {name: value if isinstance(value, str) else json.dumps(value)
+                    for name, value in flatten(run.settings).items() if name != "report.directory"}
+            for label, run in self.runs.items()
+        }  # fmt: skip
 
     @property
     def first(self) -> RunRecord:
@@ -78,17 +82,6 @@ class Comparison:
             pairs = zip(groups, cycle(colors))
             return {label: (color, dash) for group, color in pairs for label, dash in zip(group, cycle(DASHES))}
         return {label: (color, dash) for label, (dash, color) in zip(self.runs, product(DASHES * 99, colors))}
-
-
-def _flatten(settings: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in settings.items():
-        path = f"{above}{name}"
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{path}.")
-        elif path != "report.directory":
-            flat[path] = value if isinstance(value, str) else json.dumps(value)
-    return flat
 
 
 def _run_facts(run: RunRecord) -> dict[str, str]:
