@@ -17,19 +17,19 @@ import tarfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional
 
 from data_prep import store
 from data_prep.extras import import_extra
 from hpcai.data.layout import read_npy_header
 from hpcai.errors import ConfigError, DataError, HpcaiError
 from hpcai.json_file import check_fields, check_relative, open_regular, read_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = NDArray[Any]
 Entry = dict[str, Any]
@@ -285,9 +285,11 @@ def _image_or_moments(data: bytes, ending: str, where: str) -> dict[str, Any]:
 # ---- images
 
 
-def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Tensor:
+def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> "Tensor":
     """Return an image [3, H, W], -1 to 1, resized to cover ``size`` (bicubic, antialiased) and cropped at its centre. Raises
     DataError if it is smaller than ``size``, unless ``enlarge``."""
+    import torch
+
     pixels = torch.from_numpy(_decode_image(sample).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
     sides = pixels.shape[1:]
     if min(side - target for side, target in zip(sides, size)) < 0 and not enlarge:
@@ -298,7 +300,7 @@ def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Ten
         covering = [max(target, round(side * factor)) for side, target in zip(sides, size)]
         if math.prod(covering) > MAX_PIXELS:
             raise DataError(f"{sample.name}: {' x '.join(map(str, sides))}, too long to cover --size; crop it, or leave it out")
-        pixels = functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True)[0].clamp(-1, 1)
+        pixels = torch.nn.functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True)[0].clamp(-1, 1)
     top, left = ((side - target) // 2 for side, target in zip(pixels.shape[1:], size))
     return pixels[:, top : top + size[0], left : left + size[1]]
 

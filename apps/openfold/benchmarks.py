@@ -114,7 +114,7 @@ class Benchmark(Workload):
     def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
         """Return residues along a random walk with atoms at random around them, and an alignment of sequences that share 30 to 90 %
         of the residues; 2 % of the positions have deletions."""
-        rows, length = shape = cfg.features.clusters + cfg.features.extra, cfg.features.crop
+        rows, length = shape = cfg.features.clusters + cfg.features.extra, cfg.features.crop or 256
         aatype = random.integers(0, 20, length)
         mask = ATOM37_EXISTS[aatype].astype("float32")
         positions = random.normal(0, 2.2, (length, 1, 3)).cumsum(0) + random.normal(0, 1.5, (length, 37, 3))

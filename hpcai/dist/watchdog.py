@@ -133,13 +133,15 @@ class Watchdog:
 
     def _fail(self, error: BaseException) -> NoReturn:
         refused = isinstance(error, HpcaiError)
-        code = 2 if isinstance(error, ConfigError | MeshError | LaunchError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = 2 if isinstance(error, ConfigError | MeshError | LaunchError) else 1
         text = f"{type(error).__name__}: {error}" if refused else "".join(traceback.format_exception_only(error)).strip()
+        if interrupted := isinstance(error, KeyboardInterrupt):
+            code, text = getattr(error, "code", 130), "; ".join([f"interrupted by {error}", *getattr(error, "__notes__", ())])
         report = text
-        if not refused and code != 130:
+        if not refused and not interrupted:
             trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without start() itself
             report = "".join(traceback.format_exception(type(error), error, trace))
-        self.report_and_exit(text, report, code, refused, at_once=code == 130 and is_starting())
+        self.report_and_exit(text, report, code, refused, at_once=interrupted and is_starting())
 
     def report_and_exit(
         self, text: str, report: str, code: int = 1, refused: bool = False, at_once: bool = False,
@@ -488,7 +490,7 @@ def _wait_for_gloo_threads() -> None:
     before: list[str] | None = None
     for _ in range(100):
         states = []
-        for task in Path("/proc/self/task").iterdir():
+        for task in Path("/proc/self/task").glob("*"):
             with suppress(OSError):
                 if "gloo_runloop" in (task / "comm").read_text():
                     states.append((task / "status").read_text())

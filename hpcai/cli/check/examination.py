@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcai import log
 from hpcai.cli.check import disk, inspection
-from hpcai.cli.check.findings import KINDS, Options, Outcome, Summary, divide_into_batches, finding
+from hpcai.cli.check.findings import EVALUATED, KINDS, Options, Outcome, Summary, divide_into_batches, finding
 from hpcai.cli.check.inspection import Bounds, Inspection
 from hpcai.cli.check.manifest import SPLITS, DataFile, Split, find_splits
 from hpcai.cli.check.pool import Pool
@@ -249,7 +249,7 @@ class _Examination:
         if self.options.batch is not None or self.options.world is not None:
             world = self.options.world or 1
             division, more_findings = divide_into_batches(split.path, samples, self.options.batch or world, world)
-            self.findings += more_findings
+            self.findings += more_findings if split.name not in EVALUATED else ()  # each of their samples is used once
         size, verified = sum(file.size for file in split.files), sum(file.verified for file in split.files)
         return Summary(split.name, len(split.files), samples, size, verified, _common_fields(split), division)
 

@@ -14,24 +14,30 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from hpcai.cli import make_parser, tables
-from hpcai.cli.plan.planner import Job, Planner
 from hpcai.plan import machines
 from hpcai.plan.machines import MACHINES, Machine
+
+if TYPE_CHECKING:
+    from hpcai.cli.plan.planner import Job, Planner
 
 Row = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
+
+    from rich.console import Console
+
+    from hpcai.cli.plan.planner import Planner  # imports torch
+
     files = [arg for arg in args.overrides if arg.endswith((".yaml", ".yml"))][:1]
     planner = Planner(args.app, [arg for arg in args.overrides if arg not in files], files[0] if files else None)
     result: Row = {"plan": args.app, "source": planner.training.source}
-    with Console(stderr=True).status("tracing a step"):
+    with Console(stderr=True).status("") as status:
+        planner.report = status.update
         if args.check:
             result["check"] = check_published(planner)
         else:
@@ -68,7 +74,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def job_row(job: Job, on: Machine) -> Row:
+def job_row(job: "Job", on: Machine) -> Row:
     step, peak, lean, _ = job.fit
     return {
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.capacity / 1e9,
@@ -78,7 +84,7 @@ def job_row(job: Job, on: Machine) -> Row:
     }  # fmt: skip
 
 
-def check_published(planner: Planner) -> list[Row]:
+def check_published(planner: "Planner") -> list[Row]:
     """Return rows with the published value, the prediction with the slowdown of the first step, and the lower bound."""
     rows = []
     for index, point in enumerate(planner.training.published):

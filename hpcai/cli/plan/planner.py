@@ -97,6 +97,7 @@ class Planner:
         self.name, self.training, self.overrides, self.kernels = name, find_training(name), tuple(overrides), kernels
         self._default_yaml = Path(inspect.getfile(type(self.training))).parent / "configs" / self.training.yaml
         self.yaml = yaml or self._default_yaml
+        self.report: Callable[[str], object] = lambda text: None  # called before each step is traced, which takes seconds
         self._stage_output: Any = None  # what a stage sends
         self._recorded: dict[Any, list[tuple[float, Recorded]]] = {}
         self._settings: dict[Overrides, Any] = {}
@@ -135,6 +136,8 @@ class Planner:
         ``per_replica`` samples, at ``stage_rank`` along the axis pipeline, with ``micro_batches`` times as many samples."""
         key = ways, replicas, per_replica, tuple(overrides), stage_rank, micro_batches
         if key not in self._recorded:
+            layout = f"{replicas} replicas over {ways} GPUs each, {per_replica} samples a replica"
+            self.report(f"step {len(self._recorded) + 1}, traced once: {layout} {' '.join(overrides)}")
             self._recorded[key] = [(weight, self._record(*key, variant)) for variant, weight in self.training.step_variants.items()]
         return self._recorded[key]
 

@@ -149,7 +149,8 @@ def test_ctrl_c_ends_the_command_and_its_children(root: Path) -> None:
     code = (
         "import hpcai.cli, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background process inherits an ignored SIGINT
-        f"sys.exit(hpcai.cli.main(['data', 'check', {str(root)!r}, '--seconds', '60']))"
+        f"sys.argv[1:] = ['data', 'check', {str(root)!r}, '--seconds', '60']\n"
+        "sys.exit(hpcai.cli.main())"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 60
@@ -157,7 +158,7 @@ def test_ctrl_c_ends_the_command_and_its_children(root: Path) -> None:
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (130, "") and err == "hpcai data check: interrupted; nothing was left behind\n"
+    assert (child.returncode, out) == (130, "") and err == "hpcai data check: interrupted by Ctrl-C; nothing was left behind\n"
     while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < end:
         time.sleep(0.02)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
