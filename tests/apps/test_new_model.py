@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +46,13 @@ def run(*overrides: str) -> int:
     return int(error.value.code or 0)
 
 
-def _score(mesh: object, folder: str) -> float:
+def _score(mesh: object, folder: str, *overrides: str) -> float:
     from apps.ringdown.data import build_loaders  # type: ignore[import-not-found]
     from apps.ringdown.settings import Config
     from hpcai import train
     from hpcai.models import ringdown  # type: ignore[attr-defined]
 
-    cfg = config.load(Config, None, [f"data.directory={folder}", "train.steps=3", "train.epochs=null"])
+    cfg = config.load(Config, None, [f"data.directory={folder}", "train.steps=3", "train.epochs=null", *overrides])
     with build_loaders(cfg, mesh) as (training, validation), train.seeds(0):  # type: ignore[arg-type]
         step = train.Step(ringdown.parallelize(ringdown.Ringdown(cfg.model), mesh), ringdown.loss, cfg.step, mesh)  # type: ignore[arg-type]
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=ringdown.error)
@@ -62,10 +63,16 @@ def test_the_app_of_the_page_trains_and_has_report_bench_ablation_and_log(
     ringdown: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(FILES) == 13
+    from apps.ringdown.settings import Config
     from data_prep.ringdown import main as simulate  # type: ignore[import-not-found]
 
-    simulate("datasets/ringdown")
-    assert run("report.sinks=[terminal, mlperf]") == 0
+    (block,) = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
+    prepare, fit, two, report, bench, ablate = (shlex.split(line, comments=True) for line in block.splitlines())
+    assert prepare[:3] == ["python", "-m", "data_prep.ringdown"]
+    simulate(*prepare[3:])
+    assert fit[:4] == two[3:7] == ["python", "-m", "apps.ringdown", "apps/ringdown/configs/small.yaml"]
+    config.load(Config, fit[3], two[7:])
+    assert run(*fit[4:]) == 0
     folder = ringdown / "runs/ringdown-small"
     pairs = np.load(folder / "pairs.npz")
     mae, mean = (np.abs(each - pairs["true"]).mean() for each in (pairs["predicted"], pairs["true"].mean(0)))
@@ -73,14 +80,14 @@ def test_the_app_of_the_page_trains_and_has_report_bench_ablation_and_log(
     assert '"submission_benchmark", "value": "ringdown"' in (folder / "mlperf.log").read_text()
     assert (folder / "model.safetensors").exists()
 
-    assert hpcai_command(["report", str(folder)]) == 0
+    assert hpcai_command(report[1:]) == 0
     page = (folder / "report.html").read_text()
     assert "Predicted against true" in page and "Prediction per quantity" in page and (folder / "plots").is_dir()
 
-    assert hpcai_command(["bench", "ringdown", "steps", "--repeats", "1", "--json"]) == 0
+    assert hpcai_command([*bench[1:], "--repeats", "1", "--json"]) == 0
     timings = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert timings["steps"][0]["plain_s"] > 0
-    assert hpcai_command(["ablate", "ringdown", "--only", "fused-optimizer", "--repeats", "1", "--steps", "1", "--json"]) == 0
+    assert hpcai_command([*ablate[1:], "--steps", "1", "--json"]) == 0
     table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["name"] for row in table["cumulative"]] == ["plain", "fused optimizer"] and table["left_out"][0]["error"] is None
 
@@ -92,3 +99,15 @@ def test_the_app_of_the_page_trains_and_has_report_bench_ablation_and_log(
     events = log.read_metrics(ringdown / "runs/resumed/metrics.jsonl")
     starts = [event["resumed_from"] for event in events if event["kind"] == "start"]
     assert starts == [None, 8], "the second run resumes"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-params", "fp64"])
+def test_the_app_of_the_page_trains_in_each_precision(ringdown: Path, precision: str) -> None:
+    from data_prep.ringdown import main as simulate
+
+    simulate("datasets/ringdown")
+    assert run("train.steps=2", "train.epochs=null", f"step.precision={precision}", "report.sinks=[]") == 0
+    assert np.isfinite(np.load(ringdown / "runs/ringdown-small/pairs.npz")["predicted"]).all()
+    if precision == "bf16":
+        scores = on_ranks({"replicate": 2}, _score, "datasets/ringdown", "step.precision=bf16", "step.shard=weights", fresh=True)
+        assert scores[0] == scores[1] and np.isfinite(scores[0]), "sharded, in bf16"
