@@ -48,17 +48,15 @@ class Parsed(BaseException):
 def parsers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop programs with ``Parsed`` after their parser, or their settings, have read the command line."""
 
-    def stop(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        parse(*args, **kwargs)
+    def stop(parse: Callable[..., Any], *args: Any) -> None:
+        parse(*args)
         raise Parsed
-
-    def load(schema: Any, main: Any, files: list[str], overrides: list[str], show: bool) -> None:
-        stop(config.load, schema, files[0] if files else None, overrides)
 
     for name in ("parse_args", "parse_intermixed_args"):
         parse = getattr(ArgumentParser, name)
         monkeypatch.setattr(ArgumentParser, name, lambda parser, args=None, parse=parse: stop(parse, parser, args))
-    monkeypatch.setattr(config, "_run", load)
+    monkeypatch.setattr(config, "_run", lambda schema, _, files, words, show: stop(config.load, schema, (*files, None)[0], words))
+    monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.chdir(ROOT)
 
 
@@ -67,11 +65,10 @@ def check_command(args: list[str]) -> None:
     args = [arg for arg in args if arg != "..."]
     inner = [n for n, arg in enumerate(args) if arg == "hpcai" or arg.startswith(("apps.", "data_prep."))]
     if inner and (args[0] in ("apptainer", "hpcai", "sbatch") or "-m" in args):
-        sys.argv = args[inner[0] :]
-        is_hpcai, code = sys.argv[0] == "hpcai", None
+        name, *words = sys.argv = args[inner[0] :]
         with contextlib.suppress(Parsed), warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # modules run twice
-            code = cli.main(sys.argv[1:]) if is_hpcai else runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=False)
-            assert "--help" in args, f"the command has not been parsed: {code}"
+            code = cli.main(words) if name == "hpcai" else runpy.run_module(name, run_name="__main__")
+            assert "--help" in words, f"the program has not read its command line, and ended with {code}"
     elif args[0] == "python":
         assert args[1:3] in (["-m", "pip"], ["-m", "venv"]) or (ROOT / args[1]).is_file()
     else:
@@ -82,10 +79,7 @@ def check_command(args: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "SECURITY.md"])
-def test_programs_accept_the_commands_of_pages(
-    page: str, parsers: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", sys.argv)
+def test_programs_accept_the_commands_of_pages(page: str, parsers: None, capsys: pytest.CaptureFixture[str]) -> None:
     for line, args in commands(page):
         if "ringdown" in line:  # the model that docs/new_model.md adds; tests/apps/test_new_model.py runs its lines
             continue
