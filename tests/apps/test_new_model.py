@@ -67,9 +67,8 @@ def test_the_app_of_the_page_trains_and_has_report_bench_ablation_and_log(
 
     (block,) = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
     prepare, fit, two, report, bench, ablate = (shlex.split(line, comments=True) for line in block.splitlines())
-    assert prepare[:3] == ["python", "-m", "data_prep.ringdown"]
+    assert prepare[:3] == ["python", "-m", "data_prep.ringdown"] and [*fit[:4], "report.directory=runs/two"] == two[3:]
     simulate(*prepare[3:])
-    assert [*fit[:4], "report.directory=runs/two"] == two[3:]
     assert run(*fit[4:]) == 0
     folder = ringdown / "runs/ringdown-small"
     pairs = np.load(folder / "pairs.npz")
@@ -106,5 +105,5 @@ def test_the_app_of_the_page_trains_in_each_precision(ringdown: Path, precision:
     simulate("datasets/ringdown")
     assert run("train.steps=2", "train.epochs=null", f"step.precision={precision}", "report.sinks=[]") == 0
     assert np.isfinite(np.load(ringdown / "runs/ringdown-small/pairs.npz")["predicted"]).all()
-    scores = on_ranks({"replicate": 2}, _score, "datasets/ringdown", f"step.precision={precision}", "step.shard=weights", fresh=True)
-    assert scores[0] == scores[1] and np.isfinite(scores[0])
+    pair = on_ranks({"replicate": 2}, _score, "datasets/ringdown", f"step.precision={precision}", "step.shard=weights", fresh=True)
+    assert pair[0] == pair[1] and np.isfinite(pair[0])
