@@ -116,9 +116,9 @@ def check_likeness(image: NDArray[Any], spacing_mm: Sequence[float]) -> None:
     depth, height, width = map(float, spacing_mm)
     is_square = np.isclose(height, width) or not (np.isclose(depth, height) or np.isclose(depth, width))
     if low == 0 or high - low < MIN_RANGE_HU or bone > 0.2:
-        found = f"values go from {low:g} to {high:g}, {bone:.0%} of them above {BONE_HU:g}"
-        warn("volume: %s; expected HU (air -1000, water 0); undo a normalisation, or subtract an offset, often 1024", found)
+        fault = f"values go from {low:g} to {high:g}, {bone:.0%} of them above {BONE_HU:g}"
+        warn("volume: %s; expected HU (air -1000, water 0); undo a normalisation, or subtract an offset, often 1024", fault)
     if not is_square or (max(ends) > 0.2 and ends[0] < 0.1 * max(ends)):
         shares = ", ".join(f"{share:.0%}" for share in ends)
-        found = f"{list(image.shape)} voxels of {depth:g}, {height:g}, {width:g} mm, tissue in {shares} of the ends of these dims"
-        warn("volume: %s; expected [D, H, W], square pixels and air around the body; reverse x, y, z and their spacing", found)
+        fault = f"{list(image.shape)} voxels of {depth:g}, {height:g}, {width:g} mm, tissue in {shares} of the ends of these dims"
+        warn("volume: %s; expected [D, H, W], square pixels and air around the body; reverse x, y, z and their spacing", fault)

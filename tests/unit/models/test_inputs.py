@@ -71,8 +71,8 @@ def test_a_wrong_unit_or_layout_is_named_and_no_other(case: dict[str, Any], capl
     change, other = (eval(f"lambda {name}: {case.get(key, name)}", names) for key, name in (("change", "x"), ("other", "s")))
     try:
         globals()[case["call"]](case.get("index", 0), change, other)
-        found = caplog.messages
+        messages = caplog.messages
     except DataError as problem:
-        found = [str(problem)]
-    assert len(found) == int("message" in case), found
-    assert not found or re.search(case["message"], found[0]), found
+        messages = [str(problem)]
+    assert len(messages) == int("message" in case), messages
+    assert not messages or re.search(case["message"], messages[0]), messages
