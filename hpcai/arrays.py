@@ -1,5 +1,6 @@
-"""Arrays from other programs, which may have masked elements, or fill values in their place. Does not import torch."""
+"""Arrays from other programs, which may have masked elements, fill values, or another unit. Does not import torch."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ from hpcai.errors import DataError
 
 # Values in place of missing ones: the defaults of netCDF for float, int and short, and those of CMIP and of older files.
 FILL_VALUES = (9.969209968386869e36, -2147483647.0, -32767.0, 1e20, -9999.0, -999.0)
+
+warn = logging.getLogger("hpcai.inputs").warning  # inputs of trained models that are valid and look wrong
 
 
 def to_array(values: Any, name: str) -> NDArray[Any]:

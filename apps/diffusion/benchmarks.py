@@ -43,7 +43,7 @@ from hpcai.models.diffusion import (
 )
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
-from hpcai.nn import Conv2d, GroupNorm, LayerNorm, periodic, upsample_conv
+from hpcai.nn import Conv2d, GroupNorm, LayerNorm, periodic
 from hpcai.nn.conv import Conv3d
 
 _GPU = torch.cuda.is_available()
@@ -172,11 +172,6 @@ class _GEGLU(blocks.GEGLU):
         return value * F.gelu(gate)
 
 
-def _circular_pad(x: Tensor, dims: Sequence[int]) -> Tensor:
-    sides = [int(dim in dims) for dim in range(2, x.ndim) for _ in range(2)]
-    return F.pad(x, sides[::-1], mode="circular")
-
-
 @contextmanager
 def _contiguous() -> Iterator[None]:
     """Context manager: no operation converts contiguous tensors to channels-last."""
@@ -185,7 +180,7 @@ def _contiguous() -> Iterator[None]:
         for function in (blocks.from_tokens, blocks.fold_upsampling)
     ]
     patches += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
-    patches += [(module, "circular_pad", _circular_pad) for module in (upsample_conv, periodic)]
+    patches += [(periodic, "is_transformed", lambda: True)]  # circular_pad by F.pad
     with ExitStack() as stack:
         for module, name, function in patches:
             stack.enter_context(mock.patch.object(module, name, function))

@@ -73,7 +73,7 @@ def _positions(axes: Axes, texts: Texts, theme: Theme) -> None:
     edges = np.unique(np.geomspace(1, count + 1, BINS + 1).astype(int)) - 1
     sums, total = (np.add.reduceat(each, edges[:-1]) for each in (texts.positions * texts.counts, texts.counts))
     middle = np.sqrt((edges[:-1] + 1) * edges[1:])
-    means = sums / np.maximum(total, 1)
+    means = np.divide(sums, total, out=np.full(len(sums), np.nan), where=total > 0)  # a bin without tokens has no loss
     axes.plot(middle, means, color=theme.main, marker="o", markersize=4)
     axes.set_xscale("log")
     axes.set(xlabel="position in the row [tokens]", ylabel="loss [nats per token]")

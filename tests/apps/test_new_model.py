@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import apps
@@ -100,3 +101,10 @@ def test_the_app_of_the_page_has_report_bench_ablation_log_and_resume(folder: Pa
     events = log.read_metrics(folder / "runs/resumed/metrics.jsonl")
     starts = [event["resumed_from"] for event in events if event["kind"] == "start"]
     assert starts == [None, 8], "the second run resumes"
+
+
+@pytest.mark.parametrize("precision", ["bf16-params", "fp64"])
+def test_the_app_of_the_page_trains_in_further_precisions(folder: Path, precision: str) -> None:
+    assert hpcai_command(["prepare", NAME, f"datasets/{NAME}", "--signals", "64"]) == 0
+    run("train.steps=2", "train.epochs=null", f"step.precision={precision}", "report.sinks=[]")
+    assert np.isfinite(np.load(folder / f"runs/{NAME}-small/pairs.npz")["predicted"]).all()

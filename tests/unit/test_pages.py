@@ -1,11 +1,16 @@
 """Pages: their commands and the targets of their links exist."""
 
+import contextlib
 import pkgutil
 import re
+import runpy
 import shlex
-from collections.abc import Iterator
-from importlib import import_module
+import sys
+import warnings
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +24,7 @@ LAUNCHERS = re.compile(
 )
 OTHERS = (
     "git", "cd", "source", ".", "sbatch", "qsub", "make", "pip", "apptainer", "export", "module", "squeue", "scancel", "scontrol",
-    "unshare", "bash", "tar", "tail",
+    "unshare", "bash", "tar", "tail", "pre-commit",
 )  # fmt: skip
 
 
@@ -32,42 +37,46 @@ def commands(page: str) -> Iterator[tuple[str, list[str]]]:
                     yield part, shlex.split(LAUNCHERS.sub("", part.replace(".venv/bin/", ""), count=1))
 
 
+class Parsed(BaseException):
+    """A program has accepted its command line."""
+
+
+@pytest.fixture
+def parsers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop programs with ``Parsed`` after their parser, or their settings, have read the command line."""
+
+    def stop(parse: Callable[..., Any], *args: Any) -> None:
+        parse(*args)
+        raise Parsed
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        parse = getattr(ArgumentParser, name)
+        monkeypatch.setattr(ArgumentParser, name, lambda parser, args=None, parse=parse: stop(parse, parser, args))
+    monkeypatch.setattr(config, "_run", lambda schema, _, files, words, show: stop(config.load, schema, (*files, None)[0], words))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.chdir(ROOT)
+
+
 def check_command(args: list[str]) -> None:
-    """Assert that the program, module, settings and options of a command exist."""
-    name = args[args.index("-m") + 1] if "-m" in args else None
-    if name is None and args[0] == "hpcai":
-        assert args[1] in cli.COMMANDS
-        if args[1] == "run" and len(args) > 3:
-            file = f"apps/{args[2]}/configs/{args[3]}.yaml"
-            check_settings(args[2], [file if (ROOT / file).is_file() else args[3], *args[4:]])
-    elif name is None and args[0] == "python":
-        assert (ROOT / args[1]).is_file()
-    elif name is None:
+    """Assert that a command exists, and that programs of this repository accept its words."""
+    args = [arg for arg in args if arg != "..."]
+    inner = [n for n, arg in enumerate(args) if arg == "hpcai" or arg.startswith(("apps.", "data_prep."))]
+    if inner and (args[0] in ("apptainer", "hpcai", "sbatch") or "-m" in args):
+        name, *words = sys.argv = args[inner[0] :]
+        with contextlib.suppress(Parsed), warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # modules run twice
+            code = cli.main(words) if name == "hpcai" else runpy.run_module(name, run_name="__main__")
+            assert "--help" in words, f"the program has not read its command line, and ended with {code}"
+    elif args[0] == "python":
+        assert args[1:3] in (["-m", "pip"], ["-m", "venv"]) or (ROOT / args[1]).is_file()
+    else:
         assert args[0] in OTHERS, f"{args[0]} is no command that a page may name"
         if args[0] == "make":
             targets = [arg for arg in args[1:] if "=" not in arg]
             assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in targets)
-    elif name in ("pip", "venv"):
-        pass
-    elif name.startswith("data_prep."):
-        options = args[args.index(name) + 1 :]
-        if "..." not in options:
-            import_module(name).parser().parse_args(options)
-    else:
-        check_settings(name.removeprefix("apps."), args[args.index(name) + 1 :])
 
 
-def check_settings(app: str, args: list[str]) -> None:
-    """Assert that a YAML file and overrides are settings of the app, or that the first argument is a command of it."""
-    if args and args[0].endswith(".yaml"):
-        config.load(import_module(f"apps.{app}.settings").Config, ROOT / args[0], args[1:])
-    elif args and args[0] not in ("...", "--help", "--show"):
-        assert f'{args[0]}="apps.{app}.{args[0]}"' in (ROOT / f"apps/{app}/__main__.py").read_text()
-        assert callable(import_module(f"apps.{app}.{args[0]}").run)
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_of_pages_exist(page: str, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "SECURITY.md"])
+def test_programs_accept_the_commands_of_pages(page: str, parsers: None, capsys: pytest.CaptureFixture[str]) -> None:
     for line, args in commands(page):
         if "ringdown" in line:  # the model that docs/new_model.md adds; tests/apps/test_new_model.py runs its lines
             continue

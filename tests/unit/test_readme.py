@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import get_args
 
@@ -24,9 +26,19 @@ README = (ROOT / "README.md").read_text()
 TINY = OpenFoldConfig.preset("model_1", blocks=1, extra={"blocks": 1}, msa=16, pair=8, single=16)
 
 
+PLAIN = {"docs/containers.md", "docs/reading.md"}  # output of a program, a tree of calls: blocks without a language
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+ELSEWHERE = {  # pages with Python that other tests run
+    "apps/llm/README.md": "tests/apps/test_llm.py",
+    "apps/opencatalyst/README.md": "tests/unit/models/test_dimenet_formats.py",
+    "docs/new_model.md": "tests/apps/test_new_model.py",
+    "docs/parallel.md": "tests/ranks/test_parallel_page.py",
+}
+
+
 def run_cells(page: str, count: int, names: dict) -> dict:  # type: ignore[type-arg]
-    """Run the notebook cells of a page with ``names`` as globals, and return these."""
-    cells = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    """Run the Python cells of a page with ``names`` as globals, and return these."""
+    cells = [text for language, text in BLOCK.findall((ROOT / page).read_text()) if language in ("python", "py")]
     assert len(cells) == count
     for cell in cells:
         exec(cell, names)
@@ -65,9 +77,20 @@ def test_the_cells_of_pages_run(runs: Path) -> None:
     assert run_cells("apps/deepcam/README.md", 1, {"fields": fields})["masks"]["tropical cyclone"].shape == (40, 50)
     scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))
     assert run_cells("apps/unet3d/README.md", 1, {"scan": scan})["organs"]["kidney"].shape == scan.shape
+    names = run_cells("docs/glossary.md", 1, {"nn": torch.nn, "GatherFull": torch.nn.Flatten, "partition": 0, "size": -1})
+    assert names["block"](torch.zeros(1, 8, 3, 3, 3)).shape == (8,), "the seam has been replaced"
 
 
-def test_the_cell_of_the_diffusion_page_runs(runs: Path) -> None:
+def test_each_page_with_python_has_a_test() -> None:
+    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    blocks = {(page, language) for page in tracked for language, _ in BLOCK.findall((ROOT / page).read_text())}
+    here = re.findall(r'\("([\w/]+\.md)", \d', Path(__file__).read_text())
+    assert {page for page, language in blocks if language in ("python", "py")} == {*here, *ELSEWHERE}
+    assert {page for page, language in blocks if language not in ("sh", "py", "python", "yaml")} == PLAIN
+    assert all(page in (ROOT / test).read_text() for page, test in ELSEWHERE.items())
+
+
+def test_the_cells_of_the_diffusion_page_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = {"inputs": 1, "outputs": 1, "field": 1, "tokens": None, "channels": (8,), "blocks": 1, "attention": ("none",)}
     fields = {"names": ("density",), "units": ("mean",), "mean": (-0.3,), "deviation": (1.2,), "floor": 0.05, "factor": 4}
     cfg = DiffusionConfig.model_validate({
@@ -76,8 +99,11 @@ def test_the_cell_of_the_diffusion_page_runs(runs: Path) -> None:
     })  # fmt: skip
     (runs / "diffusion-small").mkdir()
     Diffusion(cfg).save(runs / "diffusion-small/model.safetensors")
-    names = run_cells("apps/diffusion/README.md", 1, {"coarse": torch.rand(2, 1, 16, 16) + 0.5})
+    stand_in = types.SimpleNamespace(InceptionV3=lambda: lambda images: [images.mean((2, 3))])  # its weights are downloaded
+    monkeypatch.setitem(sys.modules, "pytorch_fid.inception", stand_in)  # type: ignore[arg-type]
+    names = run_cells("apps/diffusion/README.md", 2, {"coarse": torch.rand(2, 1, 16, 16) + 0.5})
     assert names["density"].shape == (16, 2, 1, 64, 64)
+    assert names["Pool"]()(torch.rand(2, 3, 9, 9)).shape == (2, 3)
 
 
 def test_the_cell_of_the_openfold_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

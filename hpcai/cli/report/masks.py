@@ -91,7 +91,8 @@ def read(path: Path, optional: Sequence[str] = (), color: str = "", lines: str =
     if min(fields.shape[1:3]) < 2:
         raise DataError(f"fields is {fields.shape}, expected at least 2 cells along H and W")
     colored = variables.index(color) if color in variables else 0
-    cells = np.stack([np.bincount(t.ravel() * np.intp(count) + p.ravel(), minlength=count**2) for t, p in zip(true, predicted)])
+    samples = zip(true, predicted, np.isfinite(fields[..., colored]))  # pixels without a value are outside of an image
+    cells = np.stack([np.bincount(t[known] * np.intp(count) + p[known], minlength=count**2) for t, p, known in samples])
     cells = cells.reshape(len(true), count, count)
     variety = ((cells.sum(1) > 0) | (cells.sum(2) > 0)).sum(1)
     drawn = sorted(np.argsort(-variety, kind="stable")[:PANELS].tolist())

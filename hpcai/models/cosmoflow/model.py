@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.arrays import describe_fill_values, to_array
+from hpcai.arrays import describe_fill_values, to_array, warn
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
 from hpcai.nn.conv import Conv3d, channels_last
@@ -21,6 +21,7 @@ from hpcai.nn.weights import PretrainedMixin
 
 NEGATIVE_SLOPE = 0.3  # Keras's default for leaky ReLU, not torch's 0.01
 MAX_COUNT = 1e13  # counts in a cell, more than the particles of any simulation so far
+MAX_MEAN, MAX_DEVIATION = 1.0, 3.0  # of whitened universes, 0 and 1 in training; with redshifts in reverse order 2 and 4.8
 
 
 class Block(nn.Module):
@@ -77,7 +78,7 @@ class CosmoFlow(PretrainedMixin):
 
         ``volume`` contains particle counts per cell, [D, H, W, C] or [N, D, H, W, C] (the layout of the public data), as an array
         or a tensor. Returns floats for one universe, arrays [N] for several. Raises DataError for a wrong shape or dtype or invalid
-        counts, ConfigError if the outputs of the model have no physical range.
+        counts, ConfigError if the outputs of the model have no physical range. Logs a warning for universes unlike the training's.
         """
         cfg, counts = self.cfg, _to_tensor(volume)
         is_single, shape = counts.ndim == 4, list(counts.shape)
@@ -85,17 +86,30 @@ class CosmoFlow(PretrainedMixin):
         expected = (cfg.size, cfg.size, cfg.size, cfg.channels)
         if counts.ndim != 5 or tuple(counts.shape[1:]) != expected:
             raise DataError(f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or a batch of them")
-        if not bool(((counts >= 0) & (counts <= MAX_COUNT)).all()):
-            bad = counts[~((counts >= 0) & (counts <= MAX_COUNT))]
+        if len(bad := counts[~((counts >= 0) & (counts <= MAX_COUNT))]):
             fault = f"{bad[0].item():g}, one of {len(bad):,} invalid values{describe_fill_values(bad.cpu())}"
             raise DataError(f"volume contains {fault}; expected particle counts per cell, 0 to {MAX_COUNT:g}")
         if cfg.low is None or cfg.high is None:
             raise ConfigError("this model has no physical range of its parameters; construct it with cfg.low and cfg.high")
+        self._check_likeness(counts)
         weight = self.output.weight
         with inference_mode(self, weight) as dtype:
             scaled = self(log_density(counts.to(weight.device), dtype)).double().cpu()
         physical = to_physical(scaled, cfg).numpy()
         return {name: float(column[0]) if is_single else column for name, column in zip(cfg.parameters, physical.T)}
+
+    def _check_likeness(self, counts: Tensor) -> None:
+        """Log a warning for densities and logarithms. With a whitened input, whose statistics are settings, also for redshifts in
+        another order.   [N, D, H, W, C]"""
+        if self.mean is not None and self.mix is not None:
+            cells = counts[:, ::2, ::2, ::2].to(self.mean).log1p()  # an eighth of them
+            white = ((cells - self.mean) @ self.mix).flatten(1, 3)
+            mean, deviation = float(white.mean(1).abs().max()), float(white.std(1).max())
+            if mean > MAX_MEAN or deviation > MAX_DEVIATION:
+                text = "volume: log(1 + counts), whitened, has mean %.2g and deviation %.2g; expected 0 and 1 as in training, "
+                warn(text + "of counts of particles, with redshifts in the same order", mean, deviation)
+        elif counts.is_floating_point() and len(fractions := counts[counts != counts.round()]):
+            warn("volume contains %.6g; expected whole numbers of particles; is it a density or a logarithm?", fractions[0].item())
 
 
 def _to_tensor(volume: Any) -> Tensor:

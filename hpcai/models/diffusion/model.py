@@ -3,7 +3,7 @@
 B samples, M ensemble members, C channels, S and s pixels along each dim of a sample and of a coarse field
 """
 
-import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcai.arrays import to_array
+from hpcai.arrays import to_array, warn
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion.blocks import resize
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
@@ -26,8 +26,8 @@ from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import Latents
 from hpcai.nn.weights import PretrainedMixin
 
-logger = logging.getLogger(__name__)
 _RANGE_TOLERANCE = 1e-3  # of standardized parameters, whose range is [-1, 1]
+_MAX_RMS = 4.0  # of a standardized coarse field; simulated ones have 0.4 to 1.2
 _BATCH_SIZE = 64
 _NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux}
 
@@ -71,7 +71,7 @@ class Diffusion(PretrainedMixin):
         by default 0, 1, ...: a sample depends on the seed, this index and that of the member only, not on the rest of the batch.
         ``unconditional``: the condition without information, for guidance; by default ``self.unconditional(condition)``. Raises
         ConfigError for inconsistent settings or an unknown size, DataError for a condition that does not fit. Logs a warning for
-        physical parameters outside of the range of training."""
+        fields that do not look standardized, and physical parameters outside of the range of training."""
         given = [x for x in condition if x is not None]
         count, weight = len(given[0]) if given else 1, next(self.network.parameters())
         indices = torch.arange(count) if indices is None else indices
@@ -150,9 +150,13 @@ class Diffusion(PretrainedMixin):
         return values if fields.floor is None else values.exp() - fields.floor
 
     def standardize(self, x: Tensor) -> Tensor:
-        """Standardize fields in physical units, such as a coarse field to be refined.   [..., C, *S] -> the same"""
+        """Standardize fields in physical units, such as a coarse field to be refined. Raises DataError for values that are not
+        finite, or have no logarithm.   [..., C, *S] -> the same"""
         fields, values = self._fields, x.double()
         values = values if fields.floor is None else (values + fields.floor).log()
+        if not bool(values.isfinite().all()):
+            limit = "" if fields.floor is None else f" above {-fields.floor:g}; add 1 to a density contrast"
+            raise DataError(f"fields go from {float(x.min()):g} to {float(x.max()):g}; expected finite values{limit}")
         return ((values - self._per_channel(fields.mean, x)) / self._per_channel(fields.deviation, x)).float()
 
     def standardize_parameters(self, values: Mapping[str, float | Sequence[float]]) -> Tensor:
@@ -167,20 +171,28 @@ class Diffusion(PretrainedMixin):
         return (2 * (torch.stack(columns, 1) - low) / (high - low) - 1).float()
 
     def _check_condition(self, condition: Condition, shape: tuple[int, ...]) -> None:
-        """Raise DataError for a coarse field that does not fit ``shape``, and log a warning for parameters out of range."""
+        """Raise DataError for a coarse field that does not fit ``shape`` or is not finite. Log a warning for one that does not look
+        standardized, and for parameters out of range."""
         fields, coarse, parameters = self.cfg.fields, condition.field, condition.parameters
         if fields is None:
             return
         if coarse is not None and fields.factor and [fields.factor * n for n in coarse.shape[2:]] != list(shape[1:]):
             actual, sides = list(coarse.shape[2:]), list(shape[1:])
             raise DataError(f"condition.field has {actual} pixels and the sample {sides}; expected {fields.factor} times as many")
+        for name, values in zip(fields.names, () if coarse is None else coarse.double().transpose(0, 1).flatten(1)):
+            low, high, rms = (float(value) for value in (values.min(), values.max(), values.square().mean().sqrt()))
+            if not math.isfinite(rms):
+                raise DataError(f"condition.field: {name} goes from {low:g} to {high:g}; expected finite values; fill the others")
+            if rms > _MAX_RMS or (fields.floor and low > 0 and values.numel() >= 64):  # a few cells may all be dense
+                text = "condition.field: %s goes from %.3g to %.3g (RMS %.3g); expected standardized values of both signs, as of"
+                warn(text + " model.standardize(...)", name, low, high, rms)
         if parameters is not None:
             for column in (parameters.abs() > 1 + _RANGE_TOLERANCE).any(0).nonzero()[:, 0].tolist():
                 low, high = fields.low[column], fields.high[column]
                 values = parameters[:, column].double().cpu()
                 worst = low + (float(values[values.abs().argmax()]) + 1) / 2 * (high - low)
                 name = f"{fields.parameters[column]} is {worst:g}"
-                logger.warning("%s, outside of %g to %g, the range that the model was trained on", name, low, high)
+                warn("%s, outside of %g to %g, the range that the model was trained on", name, low, high)
 
     @property
     def _fields(self) -> FieldsConfig:

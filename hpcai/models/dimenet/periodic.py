@@ -8,12 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpcai.arrays import describe_fill_values, to_array
+from hpcai.arrays import describe_fill_values, to_array, warn
 from hpcai.errors import DataError
 from hpcai.lazy import import_optional
 
 TIE = 1e-4  # between equal distances: float32 rounds distances by 1e-6, and different bonds differ by more
 MIN_DISTANCE = 1e-3  # least distance of two atoms
+MIN_BOND = 0.4  # of most atoms to a neighbour: bonds are longer than 0.7 angstrom, and in nm shorter than 0.4
 SEARCH_CUTOFF = 1.0  # cutoff of the search for atoms that are too close: at 1e-3 vesin takes seventy times as long
 MAX_COORDINATE = 1e4  # largest coordinate of an atom
 FLAT = 1e-6  # minimum volume of a cell, relative to a box with the same sides
@@ -88,7 +89,7 @@ def check_atoms(
 ) -> tuple[Ints, Floats, Floats, Bools]:
     """Return atoms as arrays [N], [N, 3], [3, 3], [3]. Raises DataError, with ``where``, for wrong shapes, no atoms, atomic numbers
     outside 1..118, values that are not finite, coordinates above 1e4, a flat cell if any direction is periodic,
-    atoms or images closer than 1e-3, or more than 2e8 edges."""
+    atoms or images closer than 1e-3, or more than 2e8 edges. Logs a warning if most atoms are too close to another one."""
     try:
         named = zip(("numbers", "positions", "cell", "pbc"), (numbers, positions, cell, pbc))
         z, r, box, p = (np.asarray(to_array(values, name), np.float64) for name, values in named)
@@ -117,6 +118,9 @@ def check_atoms(
     for k in np.flatnonzero(pairs.distance < MIN_DISTANCE)[:1]:
         text = f"atoms {pairs.centre[k]} and {pairs.neighbour[k]} (offset {pairs.offset[k].tolist()})"
         raise DataError(f"{where}: {text} are {pairs.distance[k]:.1e} angstrom apart, expected {MIN_DISTANCE:g} or more; drop one")
+    if 2 * (close := len(np.unique(pairs.centre[pairs.distance < MIN_BOND]))) > n:
+        text = "%s: %d of %d atoms have a neighbour within %g angstrom; expected bonds over 0.7; are positions in nm or fractions?"
+        warn(text, where, close, n, MIN_BOND)
     return z.astype(np.int64), r, box, periodic
 
 

@@ -9,7 +9,6 @@ The first row is the query, without gaps and insertions. Time and memory are lin
 letter, up to 50 if rows have only a few. Files are decompressed if they begin with gzip's bytes, whatever their names.
 """
 
-import logging
 import re
 import zlib
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcai.arrays import warn
 from hpcai.errors import DataError
 from hpcai.gzip_file import read_decompressed
 from hpcai.models.openfold.residues import GAP, RESTYPES, UNKNOWN
 
-logger = logging.getLogger(__name__)
 _ADVICE = "make it again, or leave it out"
 _ANNOTATIONS = (b"ss_dssp", b"sa_dssp", b"ss_pred", b"ss_conf", b"Consensus")       # rows of HH-suite that are no sequences
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -131,11 +130,6 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
     return Alignment(msa[unique], deletions[unique], [names[index] for index in unique])
 
 
-def read_alignment(path: Path) -> Alignment:
-    """Read all rows of one file."""
-    return _parse(_read_bytes(path), path)
-
-
 def _parse(data: bytes, path: Path, query: NDArray[Any] | None = None) -> Alignment:
     if ".sto" in path.suffixes or data.startswith(b"# STOCKHOLM"):
         return parse_stockholm(data, str(path))
@@ -145,7 +139,7 @@ def _parse(data: bytes, path: Path, query: NDArray[Any] | None = None) -> Alignm
 @cache
 def _log_empty(name: str) -> None:
     """Log, once in a process, that files of a name may be empty."""
-    logger.warning("%s: an empty file is a search without hits", name)
+    warn("%s: an empty file is a search without hits", name)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpcai.arrays import warn
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments
 from hpcai.models.openfold.features import FeatureConfig, collate, featurize
@@ -53,6 +54,8 @@ def prepare_features(
     """The first half of ``fold``: return the features on the device of the model. Each process of a sharded model calls it
     independently."""
     aatype, cfg = encode(sequence), cfg or FeatureConfig.preset("evaluation")
+    if len(sequence) >= 20 and len(letters := {*sequence.upper()}) > 2 and letters <= {*"ACGTUN"}:
+        warn("the sequence has only letters of nucleotides, %s; expected residues; translate it", ", ".join(sorted(letters)))
     if model.cfg.template is None:
         cfg = cfg.model_copy(update={"templates": 0})
     if alignments is None:

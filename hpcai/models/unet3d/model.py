@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hpcai.arrays import to_array
 from hpcai.models.unet3d.config import UNet3DConfig
-from hpcai.models.unet3d.volume import normalise, resample, resampled_shape, validate
+from hpcai.models.unet3d.volume import check_likeness, normalise, resample, resampled_shape, validate
 from hpcai.models.unet3d.windows import SlidingWindow
 from hpcai.nn import Conv3d, ConvTranspose3d, DivisibleShape, InstanceNorm
 from hpcai.nn.conv import channels_last
@@ -106,10 +106,12 @@ class UNet3D(PretrainedMixin):
 
         ``volume`` [D, H, W] is in Hounsfield units, D along the body; ``spacing_mm`` are its voxel sizes along D, H, W. The volume
         is resampled to ``cfg.spacing_mm``, segmented in overlapping windows, and the logits are resampled back before the argmax.
-        Raises DataError for a wrong shape, values that are not finite, and spacings outside the range of scanners in mm.
+        Raises DataError for a wrong shape, values that are not finite, and spacings outside the range of scanners in mm. Logs a
+        warning for values that do not look like HU, and dims that seem to be in another order.
         """
         image = to_array(volume, "volume")
         validate(image, None, spacing_mm)
+        check_likeness(image, spacing_mm)
         shape = resampled_shape(image.shape, spacing_mm, self.cfg.spacing_mm)
         weight, values = self.output.conv.weight, torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]
         with inference_mode(self, weight) as dtype:

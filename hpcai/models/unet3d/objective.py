@@ -1,5 +1,6 @@
 """Loss and scores of the 3D U-Net.   B batch, K classes, D H W the volume."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hpcai.models.unet3d.volume import CLIP_HU, MEAN_HU, STD_HU
+from hpcai.models.unet3d.volume import MEAN_HU, STD_HU
 
 _SMOOTH = 1e-6  # in numerator and denominator of the dice: a class in neither gives 1
 
@@ -80,7 +81,7 @@ def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float
 
 def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
     """Return rows for plots: the axial slice of each volume with most of the last class (of any class, if that one is absent), and
-    its true and predicted classes, cropped.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S, S] uint8"""
+    its true and predicted classes, cropped.   fields [N, S, S, 1] in HU, NaN beyond the volume, true, predicted [N, S, S] uint8"""
     side = max(model.cfg.window[1:]) * 3 // 2
     columns: list[list[Tensor]] = []
     for image, label in volumes:
@@ -91,7 +92,7 @@ def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
         voxels = (true[k] > 0).nonzero()
         centre = voxels.double().mean(0) if len(voxels) else torch.tensor(true.shape[1:]).double() / 2
         start = [int(coordinate) - side // 2 for coordinate in centre]
-        columns.append([_crop_plane(plane[k], start, side, fill) for plane, fill in ((hu, CLIP_HU[0]), (true, 0), (guess, 0))])
+        columns.append([_crop_plane(plane[k], start, side, fill) for plane, fill in ((hu, math.nan), (true, 0), (guess, 0))])
     fields, true, guess = (torch.stack(planes) for planes in zip(*columns))
     count = len(fields) if model.sliding_window.group.is_first else 0
     return {"fields": fields[:count, ..., None], "true": true[:count].to(torch.uint8), "predicted": guess[:count].to(torch.uint8)}

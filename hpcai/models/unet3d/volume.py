@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcai.arrays import warn
 from hpcai.errors import DataError
 
 TARGET_MM = (1.6, 1.2, 1.2)
@@ -19,6 +20,8 @@ SPACINGS_MM = (0.01, 100.0)
 CLIP_HU = (-79.0, 304.0)
 MEAN_HU, STD_HU = 101.0, 76.9
 CLASSES = ("background", "kidney", "tumour")
+BONE_HU, TISSUE_HU, MIN_RANGE_HU = 300.0, -300.0, 20.0
+"""Bone is above, a hundredth of a scan; air and lungs are below; the noise of a scan alone has more"""
 
 
 def resampled_shape(shape: Sequence[int], spacing_mm: Sequence[float], target_mm: Sequence[float]) -> tuple[int, int, int]:
@@ -95,8 +98,7 @@ def validate(image: NDArray[Any], label: NDArray[Any] | None, *spacings: Sequenc
             raise DataError(f"spacing {spacing}, expected three lengths of {low:g} to {high:g} mm along D, H, W; check the unit")
     if image.ndim != 3 or 0 in image.shape:
         raise DataError(f"an image of shape {image.shape}, expected (D, H, W), slices first, none of them 0")
-    if image.dtype.kind == "f" and not all(np.isfinite(part).all() for part in image):
-        count = sum(int(np.count_nonzero(~np.isfinite(part))) for part in image)
+    if image.dtype.kind == "f" and (count := sum(int(np.count_nonzero(~np.isfinite(part))) for part in image)):
         fault = f"{count:,} of {image.size:,} voxels of the image are NaN or infinite"
         raise DataError(f"{fault}; fill them (-1024 HU is air), or leave the case out")
     if label is None:
@@ -106,3 +108,19 @@ def validate(image: NDArray[Any], label: NDArray[Any] | None, *spacings: Sequenc
     if not all(np.isin(part, (0, 1, 2)).all() for part in label):
         others = sorted(set(np.unique(label).tolist()) - {0, 1, 2})[:5]
         raise DataError(f"the label contains {others}, expected only 0 background, 1 kidney, 2 tumour")
+
+
+def check_likeness(image: NDArray[Any], spacing_mm: Sequence[float]) -> None:
+    """Log a warning if a valid volume does not look like HU, or slices first. In a scan the pixels of slices are square, and only
+    the first and the last slice cut the body off: at its other sides is air."""
+    low, high, bone = float(image.min()), float(image.max()), float(np.mean(image > BONE_HU))
+    ends = [min(float(np.mean(image.take(n, dim) > TISSUE_HU)) for n in (0, -1)) for dim in range(3)]
+    depth, height, width = map(float, spacing_mm)
+    is_square = np.isclose(height, width) or not (np.isclose(depth, height) or np.isclose(depth, width))
+    if low == 0 or high - low < MIN_RANGE_HU or bone > 0.2:
+        fault = f"values go from {low:g} to {high:g}, {bone:.0%} of them above {BONE_HU:g}"
+        warn("volume: %s; expected HU (air -1000, water 0); undo a normalisation, or subtract an offset, often 1024", fault)
+    if not is_square or (max(ends) > 0.2 and ends[0] < 0.1 * max(ends)):
+        shares = ", ".join(f"{share:.0%}" for share in ends)
+        fault = f"{list(image.shape)} voxels of {depth:g}, {height:g}, {width:g} mm, tissue in {shares} of the ends of these dims"
+        warn("volume: %s; expected [D, H, W], square pixels and air around the body; reverse x, y, z and their spacing", fault)

@@ -49,6 +49,8 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(float(rows["nats"][:, 0].mean())) and positions[0] == 1
     table = picture.table(contents)
     assert table is not None and table.rows == TEXTS
+    contents.counts[0] = 0
+    assert math.isnan(picture.draw(contents, LIGHT).axes[1].get_lines()[0].get_ydata()[0]), "no token, no loss"
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -107,4 +107,4 @@ def test_slices_with_most_tumour_are_selected() -> None:
         slices = unet3d.slices(net, [Batch(torch.zeros(label.shape), label), Batch(torch.ones(label.shape), empty)])
     assert slices["fields"].shape == (2, 24, 24, 1) and slices["true"].shape == slices["predicted"].shape == (2, 24, 24)
     assert slices["true"][0].unique().tolist() == [0, 2] and (slices["true"][0] == 2).sum() == 8 and not slices["true"][1].any()
-    assert slices["fields"][0].unique().tolist() == pytest.approx([-79, 101])
+    assert slices["fields"][0].nan_to_num(-1).unique().tolist() == [-1, 101], "nothing is drawn beyond the volume"
