@@ -93,7 +93,7 @@ class Wandb(Tracker):
         try:
             self._wandb = init(mode=mode)
         except self.package.Error as error:
-            logger.warning("W&B's server does not answer (%s)", error)
+            logger.warning("W&B cannot go online (%s)", error)
             self.package.teardown()  # its process still claims the id
             self._wandb = init(mode=(mode := "offline"))
         if mode == "offline":
