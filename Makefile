@@ -7,13 +7,13 @@
 # make gpu [PART="tests kernels apps data training ncu"] [WHEELS=DIR] [OUT=DIR] [BUDGET=SECONDS] [WORDS="--rung R1"]   what needs a GPU, on any machine that has one
 # make wheels OUT=DIR   packages for a machine with a GPU and no network
 # make install   the part that both share
-# make test-cluster   installs Slurm and fio (make slurm fio: Debian, as root), and passes the tests that need them
+# make test-cluster   installs Slurm, fio and Chromium (make slurm fio chromium: Debian, as root), and passes the tests that need them
 # make install LOCKED=1, make test LOCKED=1      with the packages that requirements.lock names, by their hashes
 # make lock [UPGRADE=1]      requirements.lock anew   make sbom [OUT=FILE]   what is in it, as CycloneDX
 # make bundle OUT=DIR        a folder from which a machine without a network installs all (docs/install.md)
 # make lint      style, types, floors            make bench    speed and memory of steps, of reading samples; tests that measure time
 # make containers OUT=DIR [LEND="PATH ..."]   the image for CPUs built and run without Apptainer (Debian, as root; docs/containers.md)
-# make site      the pages as a site in build/site, which needs no network to be read
+# make site      the pages as a site in build/site, which needs no network to be read; notebooks are run once (build/notebooks keeps them)
 # make clean     removes virtual environments, datasets/ and runs/
 
 PYTHON ?= python3
@@ -29,7 +29,7 @@ DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test test-cluster test-oldest claims fuzz originals install lint slurm fio bench gpu wheels lock sbom bundle container containers site clean
+.PHONY: train test test-cluster test-oldest claims fuzz originals install lint slurm fio chromium bench gpu wheels lock sbom bundle container containers site clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -105,9 +105,9 @@ test: lint
 	@echo "== tests"
 	@$(call PYTEST,$(BIN)) $(EVERY) --durations=10
 
-test-cluster: slurm fio $(VENV)/.tested
-	@echo "== tests with Slurm and fio"
-	@$(call PYTEST,$(BIN)) $(EVERY) tests/cluster tests/slow/test_bench.py
+test-cluster: slurm fio chromium $(VENV)/.tested
+	@echo "== tests with Slurm, fio and Chromium"
+	@$(call PYTEST,$(BIN)) $(EVERY) tests/cluster tests/slow/test_bench.py tests/unit/test_site.py
 
 # No sources: a machine may lack what compiles them.
 $(OLDEST)/.made: pyproject.toml
@@ -121,7 +121,7 @@ $(OLDEST)/.made: pyproject.toml
 
 # Kernels, networks, the loop and the parallel forms; each kernel compiled for an H100, with what it takes of one; all that waits for a
 # GPU, at tiny sizes.
-FORMS = $(foreach form,data_parallel fsdp spatial tensor context pipeline batchnorm openfold llm llm_quantized deferred_init evaluation,tests/ranks/test_$(form).py)
+FORMS = $(foreach form,data_parallel fsdp spatial tensor context pipeline batchnorm openfold llm llm_quantized evaluation,tests/ranks/test_$(form).py)
 CLIMB = HPCAI_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(OLDEST)/bin/python tests/gpu/run.py --out runs/rungs-$(1) --budget 1200 --rung
 test-oldest: $(OLDEST)/.made
 	@echo "== tests with the lowest versions"
@@ -142,21 +142,24 @@ fuzz: $(VENV)/.tested
 originals: $(VENV)/.tested
 	@$(call PYTEST,$(BIN)) -m originals --originals $(FROM)
 
-slurm:
-	@if command -v slurmctld slurmd munged >/dev/null; then echo "== Slurm is installed"; \
+# A program, the programs that show that it is there, Debian's packages of it, and what is skipped without them.
+define debian
+	@if command -v $(2) >/dev/null; then echo "== $(1) is installed"; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "== Slurm from Debian's packages"; \
-	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge libpmix-dev; } >/dev/null \
-	  || echo "== Slurm could not be installed: tests/cluster will be skipped"; \
-	else echo "== Slurm needs Debian and root: tests/cluster will be skipped"; fi
+	  echo "== $(1) from Debian's packages"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $(3); } >/dev/null \
+	  || echo "== $(1) could not be installed: $(4) will be skipped"; \
+	else echo "== $(1) needs Debian and root: $(4) will be skipped"; fi
+endef
+
+slurm:
+	$(call debian,Slurm,slurmctld slurmd munged,slurm-wlm munge libpmix-dev,tests/cluster)
 
 fio:
-	@if command -v fio >/dev/null; then echo "== fio is installed"; \
-	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "== fio from Debian's packages"; \
-	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends fio; } >/dev/null \
-	  || echo "== fio could not be installed: what is compared with it will be skipped"; \
-	else echo "== fio needs Debian and root: what is compared with it will be skipped"; fi
+	$(call debian,fio,fio,fio,what is compared with it)
+
+chromium:
+	$(call debian,Chromium,chromium,chromium fonts-dejavu-core,the site in a browser)
 
 bench: $(VENV)/.tested
 	@$(BIN)/hpcai bench cosmoflow
@@ -172,9 +175,14 @@ gpu:
 wheels:
 	@$(GPU) --collect $(if $(OUT),$(OUT),wheels)
 
-site: $(VENV)/.tested
-	@rm -rf build/pages && mkdir -p build/pages
-	@git ls-files -z '*.md' 'docs/*.png' 'docs/*.svg' | tar -c --null -T - | tar -x -C build/pages
+# The tools of the tests are not needed.
+$(VENV)/.documented: $(VENV)/.installed
+ifndef LOCKED
+	@$(PIP) --editable '.[docs]'
+endif
+	@touch $@
+
+site: $(VENV)/.documented
 	@$(BIN)/mkdocs build -q --strict && echo "== build/site/index.html"
 
 COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \

@@ -2,4 +2,7 @@
 
 from pkgutil import extend_path
 
+from hpcai.stop import interrupt_imports
+
 __path__ = extend_path(__path__, __name__)
+interrupt_imports(__name__)

@@ -223,12 +223,6 @@ def balanced_height(wind: Callable[[Array], Array]) -> tuple[Array, Array]:
     return phi, height - height[1800]
 
 
-def saturation_humidity(temperature: Array, pressure: Array) -> Array:
-    """Return the specific humidity of saturated air, kg/kg (Bolton 1980, Mon. Wea. Rev. 108, 1046)."""
-    vapour = 611.2 * np.exp(17.67 * (temperature - 273.15) / (temperature - 29.65))
-    return 0.622 * vapour / (pressure - 0.378 * vapour)
-
-
 def _bump(degrees: Array, centre: float, width: float) -> Array:
     return np.exp(-(((degrees - centre) / width) ** 2))
 
@@ -389,7 +383,9 @@ class Weather:
         skin = land * (above_land + 6 * np.maximum(day, 0) - 1.5) + (1 - land) * sea
         surface = sea_level * np.exp(-GRAVITY * ground / (GAS * (warmth - 0.00325 * ground)))
         wet = np.clip(0.5 + 0.008 * water * np.exp(-0.055 * (warmth - 295)) + 0.05 * self.humidity - 0.12 * land, 0.15, 0.98)
-        moisture = wet * saturation_humidity(air, surface)
+        # Specific humidity of saturated air, kg/kg: Bolton 1980, Mon. Wea. Rev. 108, 1046.
+        vapour = 611.2 * np.exp(17.67 * (air - 273.15) / (air - 29.65))
+        moisture = wet * (0.622 * vapour / (surface - 0.378 * vapour))
         u, v = self.wind(P0)
         # Ekman: the surface turns wind towards low pressure and slows it, land more than the sea.
         angle = np.radians(18 + 12 * land) * np.tanh(degrees / 8)

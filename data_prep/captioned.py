@@ -17,19 +17,19 @@ import tarfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional
 
 from data_prep import store
 from data_prep.extras import import_extra
 from hpcai.data.layout import read_npy_header
 from hpcai.errors import ConfigError, DataError, HpcaiError
 from hpcai.json_file import check_fields, check_relative, open_regular, read_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = NDArray[Any]
 Entry = dict[str, Any]
@@ -79,7 +79,12 @@ def find_shards(folder: Path) -> list[Shard]:
         raise ConfigError(f"{folder}: no such folder; SOURCE is a folder of images, of .tar, or of .arrow files")
     saved = [folder] if (folder / STATE).is_file() else sorted(path.parent for path in folder.glob(f"*/{STATE}"))
     if saved:
-        return [Shard(table / name) for table in saved for name in _arrow_files(table / STATE)]
+        tables: list[Shard] = []
+        for table in saved:
+            with check_fields(path := table / STATE, "_data_files, each with a filename", DataError):
+                names = [check_relative(entry["filename"], path, DataError) for entry in store.read_json(path)["_data_files"]]
+            tables += [Shard(table / name) for name in names]
+        return tables
     for ending in (".tar", ".arrow"):           # tables beside tar files are their metadata
         if shards := sorted(path for path in folder.rglob(f"*{ending}") if not path.name.startswith(".")):
             return [Shard(path) for path in shards]
@@ -101,14 +106,16 @@ def list_unread(shards: Sequence[Shard]) -> list[tuple[str, str]]:
     return [(str(path), f"{path.suffix.lower()} is not read; convert it to .png") for path in paths]
 
 
-def _arrow_files(path: Path) -> list[str]:
-    with check_fields(path, "_data_files, each with a filename", DataError):
-        return [check_relative(entry["filename"], path, DataError) for entry in store.read_json(path)["_data_files"]]
-
-
 def list_samples(shard: Shard) -> dict[str, Any]:
     """List the samples of a shard, so that any of them can be read directly. Raises DataError if there are none."""
-    entries = list(_iter_entries(shard))
+    if shard.kind == "tar":
+        entries = list(_tar_entries(shard.path))
+    elif shard.kind == "table":
+        batches = _read_batches(shard.path, ("__key__",))
+        entries = [{"name": name, "row": row, "caption": False}
+                   for begin, batch in batches for row, name in enumerate(batch.column(0).to_pylist(), begin)]  # fmt: skip
+    else:
+        entries = [{"name": name, "caption": (shard.path / name).with_suffix(".txt").is_file()} for name in shard.names]
     if not entries:
         raise DataError(f"{shard.path}: holds no sample; leave it out")
     return {"entries": entries}
@@ -118,18 +125,6 @@ def read_entries(path: Path, numbers: Sequence[int]) -> list[Entry]:
     """Return some entries of a listing."""
     entries = store.read_json(path)["entries"]
     return [entries[number] for number in numbers]
-
-
-def _iter_entries(shard: Shard) -> Iterator[Entry]:
-    if shard.kind == "tar":
-        yield from _tar_entries(shard.path)
-    elif shard.kind == "table":
-        for begin, batch in _read_batches(shard.path, ("__key__",)):
-            for row, name in enumerate(batch.column(0).to_pylist(), begin):
-                yield {"name": name, "row": row, "caption": False}
-    else:
-        for name in shard.names:
-            yield {"name": name, "caption": (shard.path / name).with_suffix(".txt").is_file()}
 
 
 def _tar_entries(path: Path) -> Iterator[Entry]:
@@ -166,7 +161,15 @@ def _tar_entries(path: Path) -> Iterator[Entry]:
 def read_samples(shard: Shard, entries: Sequence[Entry]) -> Iterator[Sample]:
     """Yield the samples of some entries of a shard. Raises DataError, with file and member, if one cannot be read."""
     if shard.kind == "table":
-        yield from _table_samples(shard.path, entries)
+        rows, at = [entry["row"] for entry in entries], 0
+        for begin, batch in _read_batches(shard.path, ("__key__", *COLUMNS, "timestep")):
+            while at < len(rows) and rows[at] < begin + batch.num_rows:
+                row = {name: batch.column(name)[rows[at] - begin].as_py() for name in batch.schema.names}
+                name = f"{shard.path}: {row['__key__']}"
+                yield Sample(name, level=row.get("timestep"), **_decode_flux(name, row))
+                at += 1
+            if at == len(rows):
+                return
     elif shard.kind == "tar":
         with shard.path.open("rb") as file:
             for entry in entries:
@@ -208,18 +211,6 @@ def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
         has = ", ".join(members) or "nothing"
         raise DataError(f"{name}: no image or moments ({', '.join(IMAGE_SUFFIXES)}); it has {has}: leave it out")
     return Sample(name, caption, **_image_or_moments(data(ending), ending, f"{name}.{ending}"))
-
-
-def _table_samples(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
-    rows, at = [entry["row"] for entry in entries], 0
-    for begin, batch in _read_batches(path, ("__key__", *COLUMNS, "timestep")):
-        while at < len(rows) and rows[at] < begin + batch.num_rows:
-            row = {name: batch.column(name)[rows[at] - begin].as_py() for name in batch.schema.names}
-            name = f"{path}: {row['__key__']}"
-            yield Sample(name, level=row.get("timestep"), **_decode_flux(name, row))
-            at += 1
-        if at == len(rows):
-            return
 
 
 def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
@@ -294,9 +285,11 @@ def _image_or_moments(data: bytes, ending: str, where: str) -> dict[str, Any]:
 # ---- images
 
 
-def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Tensor:
+def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> "Tensor":
     """Return an image [3, H, W], -1 to 1, resized to cover ``size`` (bicubic, antialiased) and cropped at its centre. Raises
     DataError if it is smaller than ``size``, unless ``enlarge``."""
+    import torch
+
     pixels = torch.from_numpy(_decode_image(sample).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
     sides = pixels.shape[1:]
     if min(side - target for side, target in zip(sides, size)) < 0 and not enlarge:
@@ -307,7 +300,7 @@ def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> Ten
         covering = [max(target, round(side * factor)) for side, target in zip(sides, size)]
         if math.prod(covering) > MAX_PIXELS:
             raise DataError(f"{sample.name}: {' x '.join(map(str, sides))}, too long to cover --size; crop it, or leave it out")
-        pixels = functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True)[0].clamp(-1, 1)
+        pixels = torch.nn.functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True)[0].clamp(-1, 1)
     top, left = ((side - target) // 2 for side, target in zip(pixels.shape[1:], size))
     return pixels[:, top : top + size[0], left : left + size[1]]
 

@@ -19,7 +19,6 @@ import argparse
 import hashlib
 import json
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,8 +36,8 @@ from hpcai.data.index import INDEX, write_json
 from hpcai.durable import locked_directory
 from hpcai.errors import ConfigError, DataError, HpcaiError
 from hpcai.host_limits import raise_file_limit
-from hpcai.programs import command_of_app
-from hpcai.stop import interrupt_on_signal
+from hpcai.programs import command_of, command_of_app
+from hpcai.stop import end_in_one_line
 
 R = TypeVar("R", bound="Recipe")
 SKIPPED = "skipped.json"
@@ -335,13 +334,12 @@ class DatasetBuilder:
         try:
             options = self.parser().parse_args(arguments)
             raise_file_limit()
-            with interrupt_on_signal():
+            name, is_check = f"{command_of(f'data_prep.{self.name}')} {options.command}", options.command == Check.name
+            advice = "nothing was changed" if is_check else "the same command resumes after the finished files"
+            with end_in_one_line(name, advice) if arguments is None else nullcontext():
                 return int(options.run(options))
         except (HpcaiError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-        except KeyboardInterrupt as problem:
-            print("stopped; the same command resumes after the finished files", file=sys.stderr)
-            return 128 + int(*problem.args or (signal.SIGINT,))
         return 2
 
     def run(self, options: argparse.Namespace) -> int:

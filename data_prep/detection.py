@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from data_prep.atmosphere import VARIABLES
 from data_prep.extras import import_extra
-from data_prep.sphere import DEGREE, RADIUS, Array, Box, Grid, polar_coordinates
+from data_prep.sphere import DEGREE, RADIUS, Array, Grid, polar_coordinates
 
 CYCLONE, RIVER = 1, 2
 
@@ -84,14 +84,6 @@ def detect(grid: Grid, fields: NDArray[Any]) -> Objects:
     return Objects(mask, tuple(cyclones), tuple(rivers))
 
 
-def _neighbourhood(grid: Grid, row: int, column: int, reach: float) -> tuple[Box, Array]:
-    """Return the box around a cell, contiguous in the eastward direction, and the distance of its cells in degrees."""
-    latitude, longitude = float(grid.latitude[row]), float(grid.longitude[column])
-    rows, columns = grid.nearby(latitude, longitude, reach * DEGREE)
-    columns = columns[np.argsort((grid.longitude[columns] - longitude + 180) % 360)]
-    return np.ix_(rows, columns), polar_coordinates(grid, rows, columns, latitude, longitude)[0] / DEGREE
-
-
 def _detect_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8]) -> list[Cyclone]:
     ndimage = _ndimage()
     spacing = np.abs(np.array((grid.latitude[1] - grid.latitude[0], grid.longitude[1] - grid.longitude[0])))
@@ -104,7 +96,10 @@ def _detect_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8
     mean_temperature = (field["T500"] + field["T200"]) / 2
     cyclones: list[Cyclone] = []
     for row, column in np.argwhere(lowest):
-        box, distance = _neighbourhood(grid, row, column, RING[1])
+        centre = float(grid.latitude[row]), float(grid.longitude[column])
+        rows, columns = grid.nearby(*centre, RING[1] * DEGREE)
+        columns = columns[np.argsort((grid.longitude[columns] - centre[1] + 180) % 360)]        # contiguous eastward
+        box, distance = np.ix_(rows, columns), polar_coordinates(grid, rows, columns, *centre)[0] / DEGREE      # degrees
         ring, near, core = (distance >= RING[0]), distance <= 3.0, distance <= max(1.5, float(spacing.max()))
         ring &= distance <= RING[1]
         if not ring.any() or (pressure[box][distance <= MINIMUM_RADIUS] < pressure[row, column]).any():
@@ -124,7 +119,6 @@ def _detect_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8
         local_mask = mask[box]
         local_mask[connected] = CYCLONE
         mask[box] = local_mask
-        centre = float(grid.latitude[row]), float(grid.longitude[column])
         cyclones.append(Cyclone(*centre, float(pressure[row, column]), max_wind, warmth, int(connected.sum())))
     return cyclones
 

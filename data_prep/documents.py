@@ -17,6 +17,7 @@ import gzip
 import json
 import lzma
 import re
+import string
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -267,12 +268,11 @@ def _read_sequences(piece: Piece, aligned: bool) -> Iterator[tuple[int, str | Un
         yield begin, _clean_sequence(b"".join(parts), aligned)
 
 
-_GAPS = b"-."
-_LOWER_CASE = bytes(range(ord("a"), ord("z") + 1))
+_LOWER_CASE = string.ascii_lowercase.encode()
 
 
 def _clean_sequence(row: bytes, aligned: bool) -> str | Unusable:
-    letters = row.translate(None, _GAPS + b" \t" + (_LOWER_CASE if aligned else b"")).upper().removesuffix(b"*")
+    letters = row.translate(None, b"-. \t" + (_LOWER_CASE if aligned else b"")).upper().removesuffix(b"*")
     if not letters.isalpha():
         odd = letters.translate(None, _LOWER_CASE.upper())
         return Unusable(f"{chr(odd[0])!r} in a sequence, expected letters" if odd else "no letters")

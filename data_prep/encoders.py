@@ -161,11 +161,11 @@ class LoadedNetworks:
     vae: VAE | None
     text_encoders: dict[str, TextEncoder]
 
-    def encode(self, images: Tensor) -> Tensor:
-        """Return means, and logarithms of variances from -30 to 20.   Shape: [B, 3, H, W] -> [B, 2L, h, w]"""
+    def encode(self, images: Sequence[Tensor]) -> Tensor:
+        """Return means, and logarithms of variances from -30 to 20.   Shape: B times [3, H, W] -> [B, 2L, h, w]"""
         assert self.vae is not None
         with torch.inference_mode():
-            latents = self.vae.encode(images.to(self.cfg.device, getattr(torch, self.cfg.precision)))
+            latents = self.vae.encode(torch.stack(tuple(images)).to(self.cfg.device, getattr(torch, self.cfg.precision)))
             return torch.cat((latents.mean, latents.logvar), 1).float().cpu()
 
     def decode(self, means: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import h5py
 import numpy as np
@@ -68,6 +68,7 @@ def block_mean(values: NDArray[Any], factor: int, dims: int) -> NDArray[Any]:
 class Recipe(command.Recipe):
     """The common settings of all kinds. A kind simulates the rows of one universe or moment, by its number."""
 
+    floor: ClassVar[float | None] = None        # added before the logarithm; None: no logarithm
     field: str = "matter"
     seed: int = command.seed()
     size: int = option(None, "cells per side: 64, of volumes 32; rows of a map of the weather", type=command.positive)
@@ -104,10 +105,7 @@ class Recipe(command.Recipe):
 
     def transform(self, values: Array) -> Array:
         """Return the values that are standardized, from physical units."""
-        return values
-
-    def inverse_transform(self, values: Array) -> Array:
-        return values
+        return values if self.floor is None else np.log(values + self.floor)
 
     def kind_header(self) -> dict[str, Any]:
         """Return the header entries of this kind."""
@@ -121,7 +119,8 @@ class Recipe(command.Recipe):
     def unstandardize(self, values: NDArray[Any]) -> Array:
         """Return physical units from stored values, in float64.   [..., C, *S]"""
         mean, deviation = self._per_channel()
-        return self.inverse_transform(mean + deviation * values.astype(np.float64))
+        transformed = mean + deviation * values.astype(np.float64)
+        return transformed if self.floor is None else np.exp(transformed) - self.floor
 
     def _per_channel(self) -> tuple[Array, Array]:
         ones = (1,) * len(self.shape)
@@ -147,6 +146,7 @@ class Recipe(command.Recipe):
 class Matter(Recipe):
     """Universes, and the slabs of their density."""
 
+    floor: ClassVar[float | None] = FLOOR
     voxel: float = option(None, "width of a cell in Mpc/h: 1, of volumes 4", metavar="X", type=float)
     slabs: int = option(2, "maps along each axis of a universe", type=command.positive)         # 0 for the full cube
     thickness: int = option(16, "cells of a slab", type=command.positive)
@@ -193,12 +193,6 @@ class Matter(Recipe):
 
     def target(self, number: int) -> Array:
         return self.universes.target(number)
-
-    def transform(self, values: Array) -> Array:
-        return np.log(values + FLOOR)
-
-    def inverse_transform(self, values: Array) -> Array:
-        return np.exp(values) - FLOOR
 
     def kind_header(self) -> dict[str, Any]:
         side, dims = self.size * self.voxel, len(self.shape)
@@ -272,25 +266,19 @@ def write_fields(recipe: Recipe, numbers: Sequence[int], path: Path) -> None:
                 file["parameters"][rows] = recipe.target(number)
 
 
-def _recipe_of_options(options: argparse.Namespace) -> Recipe:
-    kind = options.kind
-    size = options.size or (32 if kind == "volumes" else 64)
-    if kind == "weather":
-        return Weather.from_options(options, field=kind, size=size)
-    volumes = kind == "volumes"
-    cube = {"slabs": 0, "thickness": 0} if volumes else {}
-    voxel, (low, high) = options.voxel, cosmoflow.range_ends(options)
-    return Matter.from_options(options, field=kind, size=size, voxel=(4.0 if volumes else 1.0) if voxel is None else voxel, **cube,
-                     particles=options.particles or (4 if volumes else 8), low_end=low, high_end=high)  # fmt: skip
-
-
 def add_kind_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of fields")
     cosmoflow.add_ranges_option(parser, RANGES)
 
 
 def simulate(options: argparse.Namespace) -> command.Plan:
-    recipe = _recipe_of_options(options)
+    volumes, voxel, (low, high) = options.kind == "volumes", options.voxel, cosmoflow.range_ends(options)
+    cube = {"slabs": 0, "thickness": 0} if volumes else {}
+    extra: dict[str, Any] = {"field": options.kind, "size": options.size or (32 if volumes else 64)}
+    if options.kind != "weather":
+        extra |= {**cube, "voxel": (4.0 if volumes else 1.0) if voxel is None else voxel, "low_end": low, "high_end": high}
+        extra["particles"] = options.particles or (4 if volumes else 8)
+    recipe = KINDS[options.kind].from_options(options, **extra)
     count = -(-options.samples // recipe.rows_per_index)
     members = recipe.numbers_by_split(count)
     command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")

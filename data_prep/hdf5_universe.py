@@ -56,16 +56,12 @@ def read_samples(path: Path, channels: int, size: int) -> Iterator[tuple[str, ND
     with _open(path, channels, size) as (full, target):
         check_target(target, str(path))
         for x in range(0, full.shape[0], size):
-            for cube in split_cubes(_whole_counts(full, x, size), size):
+            slab = full[x : x + size]
+            counts = slab.astype(np.int16, copy=False)
+            # A value beyond the range of int16 becomes another number.
+            if (bad := (counts < 0) | (counts != slab) | np.isin(slab, fill_values(full))).any():
+                row, *cell = np.argwhere(bad)[0].tolist()
+                text = f"'full' holds {slab[row, *cell]} in cell {[x + row, *cell]}"
+                raise DataError(f"{path}: {text}, expected whole numbers from 0 to {MAX_COUNT:,}, and no fill value")
+            for cube in split_cubes(counts, size):
                 yield str(path), cube, target
-
-
-def _whole_counts(full: h5py.Dataset, begin: int, size: int) -> NDArray[np.int16]:
-    slab = full[begin : begin + size]
-    counts = slab.astype(np.int16, copy=False)
-    # A value beyond the range of int16 becomes another number.
-    if (bad := (counts < 0) | (counts != slab) | np.isin(slab, fill_values(full))).any():
-        x, *cell = np.argwhere(bad)[0].tolist()
-        text = f"'full' holds {slab[x, *cell]} in cell {[begin + x, *cell]}"
-        raise DataError(f"{full.file.filename}: {text}, expected whole numbers from 0 to {MAX_COUNT:,}, and no fill value")
-    return counts

@@ -30,7 +30,6 @@ from typing import Any
 
 import h5py
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from data_prep import command, nifti, phantom, store
@@ -95,6 +94,8 @@ def _write_case(
     attributes: dict[str, Any],
 ) -> None:  # fmt: skip
     if multiprocessing.parent_process() is not None:
+        import torch
+
         torch.set_num_threads(1)                                    # there are as many workers as cores
     normalized, classes = volume.preprocess(image, label, spacing, target, least)
     assert classes is not None

@@ -25,28 +25,34 @@ R rows of a file   L channels of a latent   h w its pixels   N tokens of J eleme
 """
 
 import argparse
+import io
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
-import torch
-from torch import Tensor
 
-from data_prep import captioned, command, encoders, moments, store
+from data_prep import captioned, command, moments, store
 from data_prep.captioned import Array, Entry, Sample, Shard
 from data_prep.command import option
-from data_prep.encoders import NetworkConfig, load_networks
 from data_prep.store import Field
-from hpcai.data.index import commit_file
+from hpcai.data.index import replace_file
 from hpcai.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from data_prep.encoders import NetworkConfig
+
+_encoders = partial(import_module, "data_prep.encoders")        # imports torch
 
 WORK, EMPTY_CAPTION = ".work", "nothing.npz"
 SPLIT_FOLDERS = {"train": ("train", "cc12m_preprocessed"), "validation": ("validation", "val", "coco_preprocessed")}
@@ -176,7 +182,7 @@ def validation_mask(total: int, share: float, seed: int) -> Array:
 class EncodeArgs:
     """The settings of ``write_latents``, the same for all files of a split."""
 
-    networks: NetworkConfig
+    networks: "NetworkConfig"
     size: tuple[int, int] | None                # of an image; None if the source has latents
     enlarge: bool
     encoded: tuple[str, ...]                    # those of "tokens" and "pooled" that are encoded from captions
@@ -204,7 +210,7 @@ def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int],
 
 def _prefetch(
     args: EncodeArgs, shard: Shard, entries: Sequence[Entry], skipped: store.Skipped
-) -> Iterator[list[tuple[Sample, Tensor | None]]]:
+) -> "Iterator[list[tuple[Sample, Tensor | None]]]":
     """Yield batches of samples with their images. Images of the next batch are prepared in threads meanwhile."""
     with ThreadPoolExecutor(args.threads) as pool:
         reader = captioned.read_samples(shard, entries)
@@ -218,7 +224,7 @@ def _prefetch(
             yield usable
 
 
-def _prepare_image(args: EncodeArgs, sample: Sample) -> Tensor | None:
+def _prepare_image(args: EncodeArgs, sample: Sample) -> "Tensor | None":
     if args.size is None:
         return None
     if sample.image is None:
@@ -227,18 +233,18 @@ def _prepare_image(args: EncodeArgs, sample: Sample) -> Tensor | None:
 
 
 def _encode_batch(
-    args: EncodeArgs, samples: Sequence[Sample], images: Sequence[Tensor | None], counts: dict[str, int],
+    args: EncodeArgs, samples: Sequence[Sample], images: "Sequence[Tensor | None]", counts: dict[str, int],
 ) -> dict[str, Array]:  # fmt: skip
     """Return the values of each dataset for a batch of samples."""
     fields, names = dict(args.fields), [sample.name for sample in samples]
     columns: dict[str, Array] = {}
     if args.size is not None:
         counts["over_white"] += sum(sample.over_white for sample in samples)
-        columns["moments"] = load_networks(args.networks).encode(torch.stack([x for x in images if x is not None])).numpy()
+        columns["moments"] = _encoders().load_networks(args.networks).encode([x for x in images if x is not None]).numpy()
     for name in fields:
         if name in args.encoded:
             captions = [sample.caption or "" for sample in samples]
-            vectors, count = load_networks(args.networks).text_encoders[name].encode(captions, names)
+            vectors, count = _encoders().load_networks(args.networks).text_encoders[name].encode(captions, names)
             columns[name], counts[TRUNCATED[name]] = vectors.numpy(), counts[TRUNCATED[name]] + count
         elif name not in columns:
             columns[name] = np.stack([_stored_values(sample, name, fields[name].shape) for sample in samples])
@@ -280,8 +286,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
     if options.validation is not None and "" not in parts:
         raise ConfigError(f"--validation {options.validation:g}: {root} has a folder for validation; leave the option out")
     settings = LatentSettings.from_options(options, validation=0.02 if options.validation is None else options.validation)
-    networks = encoders.resolve_networks(options.model, options.vae, options.tokens, options.pooled, options.length,
-                                         options.long == "cut", options.precision, options.device)  # fmt: skip
+    networks = _encoders().resolve_networks(options.model, options.vae, options.tokens, options.pooled, options.length,
+                                            options.long == "cut", options.precision, options.device)  # fmt: skip
     vae, text_encoders = networks.identities()
     recipe = {"kind": "convert", "vae": vae, "encoders": text_encoders, **settings.json_dict,
               "sources": {split or "all": fingerprint_shards(group, root) for split, group in parts.items()}}  # fmt: skip
@@ -303,7 +309,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
 
 
 def _plan_encoding(
-    options: argparse.Namespace, cfg: NetworkConfig, shards: dict[str, list[ListedShard]], firsts: dict[str, Sample],
+    options: argparse.Namespace, cfg: "NetworkConfig", shards: dict[str, list[ListedShard]], firsts: dict[str, Sample],
     vae: str | None, text_encoders: list[str],
 ) -> tuple[EncodeArgs, dict[str, Any]]:  # fmt: skip
     """Return the settings of the encoding and the header of the index, from the first sample of each split."""
@@ -334,7 +340,7 @@ def _plan_encoding(
         if name in stored:
             shapes[name] = getattr(first, name).shape
         elif name in encoded:
-            shapes[name] = load_networks(networks).text_encoders[name].shape
+            shapes[name] = _encoders().load_networks(networks).text_encoders[name].shape
     fields = tuple((name, FIELDS[name]._replace(shape=tuple(shape))) for name, shape in shapes.items())
     size = None if first.moments is not None else options.size
     args = EncodeArgs(networks, size, options.enlarge, tuple(encoded), options.batch, options.workers, fields, options.skip_bad)
@@ -347,9 +353,11 @@ def _plan_encoding(
     return args, header
 
 
-def _layout(options: argparse.Namespace, networks: NetworkConfig, first: Sample) -> tuple[tuple[int, ...], list[int], float, float]:
+def _layout(
+    options: argparse.Namespace, networks: "NetworkConfig", first: Sample
+) -> tuple[tuple[int, ...], list[int], float, float]:
     """Return the shape of moments, the size of their images, scale and shift."""
-    cfg = None if networks.vae is None else encoders.vae_config(networks.vae)
+    cfg = None if networks.vae is None else _encoders().vae_config(networks.vae)
     factor = VAE_SCALE_FACTOR if cfg is None else 2 ** (len(cfg.channels) - 1)
     if first.moments is None:
         assert cfg is not None
@@ -405,7 +413,7 @@ def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, A
             continue
         where = f"the empty caption of {name}"
         if getattr(args.networks, name) is not None:
-            values = load_networks(args.networks).text_encoders[name].encode([""], [where])[0].numpy()
+            values = _encoders().load_networks(args.networks).text_encoders[name].encode([""], [where])[0].numpy()
         elif folder is not None and (array := folder / EMPTY_FILES[name]).is_file():
             where, values = str(array), captioned.read_empty_caption(array)
         else:
@@ -416,10 +424,8 @@ def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, A
             raise DataError(f"{where}: {list(values.shape)}, expected {[1, *map(int, expected)]}, as captions have it")
         vectors[name] = _to_float16(values, name, [where])[0]
     if vectors:
-        partial_path = path.with_name(f".{path.name}.partial")
-        with partial_path.open("wb") as file:
-            np.savez(file, **vectors)
-        commit_file(partial_path, path)
+        np.savez(content := io.BytesIO(), **vectors)
+        replace_file(path, content.getvalue())
     _print_statistics(out)
 
 

@@ -204,22 +204,17 @@ def convert(options: argparse.Namespace) -> command.Plan:
 def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the frames whose neighbours or labels differ when they are recomputed."""
     chosen = command.subsample(prepared.locations, options.check_count)
+    index, remedy = prepared.index, "delete the file and make it again"
     for path, row in chosen:
-        yield from _recompute(path, row, prepared.index)
-    labels = "labels and " if prepared.recipe["kind"] == "simulate" else ""
-    print(f"{labels}neighbours of {len(chosen)} frames recomputed")
-
-
-def _recompute(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
-    """Yield the differences of a frame from recomputed neighbours and labels."""
-    where, remedy = f"{path}: row {row}", "delete the file and make it again"
-    with h5py.File(path, "r") as file:
-        frame, counts = frames.read(file, row)
-        systems = {each["system"]: each for each in json.loads(file.attrs.get("systems", "[]"))}
-    computed = frames.count_graph(frame, index["cutoff"], index["most"], where)
-    if computed != counts:
-        yield f"{where}: {counts[0]} edges and {counts[1]} triplets, recounted {computed[0]} and {computed[1]}; {remedy}"
-    if frame.system in systems:
+        where = f"{path}: row {row}"
+        with h5py.File(path, "r") as file:
+            frame, counts = frames.read(file, row)
+            systems = {each["system"]: each for each in json.loads(file.attrs.get("systems", "[]"))}
+        computed = frames.count_graph(frame, index["cutoff"], index["most"], where)
+        if computed != counts:
+            yield f"{where}: {counts[0]} edges and {counts[1]} triplets, recounted {computed[0]} and {computed[1]}; {remedy}"
+        if frame.system not in systems:
+            continue
         atoms = import_ase().Atoms(frame.numbers, frame.positions.astype(np.float64), cell=frame.cell, pbc=frame.pbc)
         atoms.calc, stored = slabs.emt_calculator(), np.asarray(frame.forces, np.float64)
         energy, forces = atoms.get_potential_energy() - systems[frame.system]["reference"], atoms.get_forces()
@@ -230,6 +225,8 @@ def _recompute(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
         total = float(np.abs(stored.sum(0)).max())
         if not total <= 1e-6 * (1 + np.abs(stored).sum()):
             yield f"{where}: the forces sum to {total:.2g} eV/angstrom, expected none; {remedy}"
+    labels = "labels and " if prepared.recipe["kind"] == "simulate" else ""
+    print(f"{labels}neighbours of {len(chosen)} frames recomputed")
 
 
 BUILDER = command.DatasetBuilder(

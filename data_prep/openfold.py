@@ -56,7 +56,7 @@ from data_prep.command import option
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold.alignments import read_alignments, read_hhr
 from hpcai.models.openfold.residues import GAP
-from hpcai.models.openfold.structures import Chain, Entry, entry_name, list_structures, read_blocks, read_structure
+from hpcai.models.openfold.structures import Chain, entry_name, list_structures, read_blocks, read_structure
 from hpcai.models.openfold.templates import Match, rejection_reason, select_hits, too_few_atoms
 
 WORK_FOLDER = ".convert"
@@ -178,10 +178,6 @@ class ScannedChain:
     usable: bool                                # as a template
     atoms: bytes                                # number of atoms of each residue
     resolved: int                               # residues with a CA
-
-    def max_residue_frequency(self) -> float:
-        """Return the fraction of the most frequent residue."""
-        return max(Counter(self.sequence).values()) / len(self.sequence)
 
 
 def chain_key(name: str) -> str:
@@ -316,12 +312,8 @@ class OutputFile:
 
 def convert_templates(selected: Sequence[ScannedChain], path: Path) -> None:
     entry = lru_cache(1)(read_structure)
-    rows = [chains.template_row(_select_chain(entry(chain.source), chain.name)) for chain in selected]
+    rows = [chains.template_row(entry(chain.source).chains[chain.name.rpartition("_")[2]]) for chain in selected]
     store.write_rows(path, chains.TEMPLATE_FIELDS, rows, {"kind": "converted"})
-
-
-def _select_chain(entry: Entry, name: str) -> Chain:
-    return entry.chains[name.rpartition("_")[2]]
 
 
 def _read_hits(output: OutputFile) -> Iterator[Hits]:
@@ -338,7 +330,7 @@ def convert_chains(output: OutputFile, path: Path) -> store.Refused:
     usable, refused, entry = [], store.Skipped(skip_bad=True), lru_cache(1)(read_structure)
     for selected, hits in zip(output.chains, _read_hits(output)):
         with refused.catch(selected.name):
-            chain = _select_chain(entry(selected.source), selected.name)
+            chain = entry(selected.source).chains[selected.name.rpartition("_")[2]]
             alignment = None if selected.folder is None else read_alignments(selected.folder, chain.sequence)
             usable.append(chains.chain_row(chain, alignment, selected.cluster, selected.cluster_size, output.most, hits))
     if usable:
@@ -493,8 +485,8 @@ def _split_or_reason(chain: ScannedChain, cluster: int, options: argparse.Namesp
         return f"released {chain.release}, --released-until {options.released_until}"
     if chain.resolution >= options.resolution:
         return f"{chain.resolution:g} angstrom, --resolution {options.resolution:g}"
-    if chain.max_residue_frequency() > options.single:
-        return f"{chain.max_residue_frequency():.0%} of the residues are the same, --single {options.single:g}"
+    if (most_frequent := max(Counter(chain.sequence).values()) / len(chain.sequence)) > options.single:
+        return f"{most_frequent:.0%} of the residues are the same, --single {options.single:g}"
     return "train" if cluster >= 0 else f"in no cluster of {options.clusters}"
 
 

@@ -1,5 +1,6 @@
 """OUT/samples.png: plots of some samples of any data set, by the datasets of its index."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import h5py
 import numpy as np
 
 from data_prep import store
+from hpcai.data.index import replace_file
 
 NAME = "samples.png"
 SAMPLES, PANELS = 4, 5                          # columns; rows at most, of the largest datasets
@@ -33,9 +35,8 @@ def draw(locations: list[tuple[Path, int]], index: dict[str, Any], path: Path) -
             _panel(axis, np.squeeze(sample[name]))
             unit = index["fields"][name].get("unit")
             axis.set_ylabel(f"{name}, {unit}" if unit else name, fontsize=9)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=80, format="png")
-    partial.replace(path)
+    figure.savefig(content := io.BytesIO(), dpi=80, format="png")
+    replace_file(path, content.getvalue())
 
 
 def _panel(axis: Any, values: np.ndarray) -> None:

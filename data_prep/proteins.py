@@ -194,12 +194,6 @@ class _Backbone:
         return atoms.reshape(-1, 3, 3), turns.reshape(-1, 3, 3, 3)
 
 
-def _sites(atoms: Array, frames: Array) -> Array:
-    """Return the sites of _MIN_DISTANCES.   [N, 5, 3]"""
-    oxygen, side = atoms[:, 2] + frames[:, 2] @ _C_TO_O, atoms[:, 1] + frames[:, 1] @ _SIDE_CHAIN_CENTRE
-    return np.concatenate([atoms, oxygen[:, None], side[:, None]], 1)
-
-
 def _expected_radius(length: int) -> float:
     """Return the radius of gyration of a folded protein: Skolnick and others, 2.2 N^0.38."""
     return float(2.2 * length**0.38)
@@ -223,7 +217,8 @@ def _fold(plan: _Plan, rng: Generator, start: Array, steps: int, heat: float) ->
     for step in range(steps):
         temperature = heat * (1 - step / steps)
         atoms, frames = backbone(angle)
-        sites = _sites(atoms, frames)
+        oxygen, side = atoms[:, 2] + frames[:, 2] @ _C_TO_O, atoms[:, 1] + frames[:, 1] @ _SIDE_CHAIN_CENTRE
+        sites = np.concatenate([atoms, oxygen[:, None], side[:, None]], 1)       # of _MIN_DISTANCES   [N, 5, 3]
         flat = sites.reshape(-1, 3)
         if step % 10 == 0:
             near_i, near_j, least = _close_pairs(sites)

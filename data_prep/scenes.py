@@ -3,7 +3,6 @@
 The density of objects is that of a globe with about 6 tropical cyclones and 8 rivers.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,11 +12,12 @@ from data_prep.atmosphere import Noise, River, Scene, Vortex, Weather
 from data_prep.sphere import RADIUS, Grid
 
 Three = tuple[float, float, float]
-Bands = Sequence[tuple[float, float, float]]            # south, north, area as a fraction of the sphere
 
 
-def _bands(grid: Grid, low: float, high: float, inset: float) -> tuple[Bands, float, float]:
-    """Return the parts of a grid between two latitudes of either hemisphere, and the range of longitudes."""
+def _random_positions(
+    random: np.random.Generator, grid: Grid, globe: float, low: float, high: float, inset: float
+) -> list[tuple[float, float]]:
+    """Draw latitudes and longitudes of objects: on average ``globe`` of them between two latitudes of the full sphere."""
     south, north, west, east = grid.bounds
     if grid.periodic:
         east = west + 360
@@ -25,19 +25,11 @@ def _bands(grid: Grid, low: float, high: float, inset: float) -> tuple[Bands, fl
         west, east = west + inset, east - inset
     if north - south < 170:
         south, north = south + inset, north - inset
-    bands = []
+    bands = []                                             # south, north, area as a fraction of the sphere
     for a, b in ((low, high), (-high, -low)):
         a, b = max(a, south), min(b, north)
         if a < b and west < east:
             bands.append((a, b, float(np.sin(np.radians(b)) - np.sin(np.radians(a))) / 2 * (east - west) / 360))
-    return bands, west, east
-
-
-def _random_positions(
-    random: np.random.Generator, grid: Grid, globe: float, low: float, high: float, inset: float
-) -> list[tuple[float, float]]:
-    """Draw latitudes and longitudes of objects: on average ``globe`` of them between two latitudes of the full sphere."""
-    bands, west, east = _bands(grid, low, high, inset)
     areas = np.array([area for *_, area in bands])
     full_area = float(np.sin(np.radians(high)) - np.sin(np.radians(low)))
     mean = globe * float(areas.sum()) / full_area

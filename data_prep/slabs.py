@@ -78,9 +78,12 @@ def make_system(random: np.random.Generator, number: int, choice: Sequence[str],
         slab.calc = emt_calculator()
         for _ in _relax(slab, CLEAN_STEPS):
             pass
-        reference = float(slab.get_potential_energy()) + sum(isolated_atom_energy(symbol) for symbol in adsorbate.symbols)
+        isolated = (import_ase().Atoms(symbol, calculator=emt_calculator()) for symbol in adsorbate.symbols)
+        reference = float(slab.get_potential_energy()) + sum(float(atom.get_potential_energy()) for atom in isolated)
+        # Tags as in OC20, where the atoms below the surface are the fixed ones. ASE gives its adsorbates 0 and layers from 1.
         frames = [
-            Frame(atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, energy - reference, forces, tags=_tags(atoms),
+            Frame(atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, energy - reference, forces,
+                  tags=np.where(atoms.get_tags() == 0, 2, 1 - _fixed_atoms(atoms)).astype(np.uint8),
                   fixed=_fixed_atoms(atoms), system=number, source=source)
             for source, atoms, energy, forces in _simulate_frames(random, start, steps) if np.abs(forces).max() <= MAX_FRAME_FORCE
         ]  # fmt: skip
@@ -94,13 +97,6 @@ def make_system(random: np.random.Generator, number: int, choice: Sequence[str],
 def emt_calculator() -> Any:
     """Return the same potential for every composition: with asap_cutoff the cutoff would depend on the metals that are present."""
     return import_ase().calculators.emt.EMT(asap_cutoff=False)
-
-
-def isolated_atom_energy(symbol: str) -> float:
-    """Return the energy of an isolated atom, eV."""
-    atom = import_ase().Atoms(symbol)
-    atom.calc = emt_calculator()
-    return float(atom.get_potential_energy())
 
 
 def _draw_structure(random: np.random.Generator, composition: str, size: Sequence[int]) -> tuple[str, Any, Any]:
@@ -138,12 +134,6 @@ def _fixed_atoms(atoms: Any) -> NDArray[np.uint8]:
     fixed = np.zeros(len(atoms), np.uint8)
     fixed[atoms.constraints[0].get_indices()] = 1
     return fixed
-
-
-def _tags(atoms: Any) -> NDArray[np.uint8]:
-    """Return tags as in OC20, where the atoms below the surface are the fixed ones. ASE gives its adsorbates 0 and layers from
-    1."""
-    return np.where(atoms.get_tags() == 0, 2, 1 - _fixed_atoms(atoms)).astype(np.uint8)
 
 
 # ---- frames

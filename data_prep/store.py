@@ -24,10 +24,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +36,9 @@ import numpy as np
 
 import hpcai
 from data_prep import moments
+from hpcai.cli.progress import Progress, show_progress
 from hpcai.data.index import commit_file, write_index, write_json
-from hpcai.data.workers import die_with_parent
+from hpcai.data.workers import block_signals, die_with_parent, ignore_signals
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.host_limits import allowed_cpus, count_cpus
@@ -409,48 +410,40 @@ def _write_result(task: tuple[Path, Callable[[], dict[str, Any]]]) -> None:
 
 def run_parallel(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: str) -> None:
     """Call ``work`` on every job, in this process or in several. The first error cancels the others and is raised."""
-    with _progress_bar(len(jobs), label) as step:
+    with show_progress() if rank_and_size()[0] == 0 else nullcontext(lambda progress: None) as show:
         if workers == 1 or len(jobs) < 2:
-            for job in jobs:
+            for done, job in enumerate(jobs, 1):
                 work(job)
-                step()
+                show(Progress(label, done, len(jobs), "parts"))
             return
         # A new interpreter per worker: forking a process that may have threads (HDF5, a test runner) is not safe.
-        pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _start_worker)
+        before, pool = set(active_children()), ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _start_worker)
         try:
-            for future in as_completed([pool.submit(work, job) for job in jobs]):
+            with block_signals():
+                futures = [pool.submit(_work, work, job) for job in jobs]
+            for done, future in enumerate(as_completed(futures), 1):
                 future.result()
-                step()
+                show(Progress(label, done, len(jobs), "parts"))
+        except KeyboardInterrupt:
+            for worker in set(active_children()) - before:
+                worker.terminate()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def _start_worker() -> None:
-    """Ignore signals that a terminal sends to all processes, and die with the parent, which stops the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """Have only the parent handle Ctrl-C and the like, die with it, and end by SIGTERM as soon as partial files are deleted."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    ignore_signals()
     die_with_parent()
 
 
-@contextmanager
-def _progress_bar(total: int, label: str) -> Iterator[Callable[[], None]]:
-    visible = rank_and_size()[0] == 0
-    if visible and sys.stdout.isatty():
-        from rich.progress import Progress
-
-        with Progress(transient=True) as bar:
-            task = bar.add_task(label, total=total)
-            yield lambda: bar.advance(task)
-        return
-    state = {"done": 0, "next": time.monotonic() + 10}
-
-    def step() -> None:
-        state["done"] += 1
-        if visible and time.monotonic() >= state["next"]:
-            state["next"] = time.monotonic() + 10
-            print(f"{label}: {state['done']:.0f} of {total}", flush=True)
-
-    yield step
+def _work(work: Callable[[Any], Any], job: Any) -> None:
+    try:
+        work(job)
+    except SystemExit as end:  # the pool would go on with another job
+        os._exit(int(end.code or 0))
 
 
 def wait_for(missing: Sequence[Any], is_done: Callable[[Any], bool], name: Callable[[Any], Any]) -> None:

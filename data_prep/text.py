@@ -30,11 +30,11 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -239,35 +239,16 @@ def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tok
             return Unusable("has no fields, expected .jsonl, .json, .csv or .parquet with --chat, --prompt and --answer")
     split = settings.split(group, piece)
     if settings.chat:
-        return split, _tokenize_chat(texts[0], tokenizer)
+        ids, mask = tokenizer.chat(texts[0])
+        end = [] if ids[-len(tokenizer.end_tokens) :] == tokenizer.end_tokens else tokenizer.end_tokens
+        return split, iter([(ids, mask), (end, [0] * len(end))])
     if settings.has_answers:
-        prompt, answer = texts
-        return (split, _tokenize_answer(prompt, answer, tokenizer)) if any(texts) else None
+        prompt, answer = [*tokenizer.prefix, *tokenizer.encode(texts[0])], [*tokenizer.encode(texts[1]), *tokenizer.end_tokens]
+        return (split, iter([(prompt, [0] * len(prompt)), (answer, [1] * len(answer))])) if any(texts) else None
     parts = iter([texts[0]]) if isinstance(texts[0], str) else texts[0]
     first = next(parts, "")
-    return (split, _tokenize_text(first, parts, tokenizer)) if first else None
-
-
-def _tokenize_text(first: str, others: Iterable[str], tokenizer: Tokenizer) -> Chunks:
-    yield tokenizer.prefix, None
-    yield tokenizer.encode(first), None
-    for text in others:
-        yield tokenizer.encode(text), None
-    yield tokenizer.end_tokens, None
-
-
-def _tokenize_answer(prompt: str, answer: str, tokenizer: Tokenizer) -> Chunks:
-    ids = [*tokenizer.prefix, *tokenizer.encode(prompt)]
-    yield ids, [0] * len(ids)
-    ids = [*tokenizer.encode(answer), *tokenizer.end_tokens]
-    yield ids, [1] * len(ids)
-
-
-def _tokenize_chat(messages: Any, tokenizer: Tokenizer) -> Chunks:
-    ids, mask = tokenizer.chat(messages)
-    yield ids, mask
-    if ids[-len(tokenizer.end_tokens) :] != tokenizer.end_tokens:
-        yield tokenizer.end_tokens, [0] * len(tokenizer.end_tokens)
+    chunks = chain([tokenizer.prefix], map(tokenizer.encode, chain([first], parts)), [tokenizer.end_tokens])
+    return (split, ((ids, None) for ids in chunks)) if first else None
 
 
 def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, Any]:
@@ -291,15 +272,12 @@ def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, 
                 file.truncate()
                 counts["bad" if record else "empty"] += 1
                 if record and len(bad) < MAX_LISTED:
-                    bad.append((_location(piece, line), record.reason))
+                    unit = {"text": None, "table": "row", "array": "document"}.get(documents.file_kind(piece.path), "line")
+                    where = f"{piece.path}: {unit} {documents.count_before(piece) + line}" if unit else str(piece.path)
+                    bad.append((where, record.reason))
     commit_file(partial, path)
     columns = {name: [record[name] for record in records] for name in ("tokens", "held", "answers")}
     return {**columns, "spans": [span for record in records for span in record["spans"]], "bad": bad, "counts": counts}
-
-
-def _location(piece: Piece, line: int) -> str:
-    unit = {"text": None, "table": "row", "array": "document"}.get(documents.file_kind(piece.path), "line")
-    return f"{piece.path}: {unit} {documents.count_before(piece) + line}" if unit else str(piece.path)
 
 
 def _write_document(
@@ -564,8 +542,13 @@ def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Toke
             continue
         if (odd := tokens[row, ends - 1] != metadata["ending"][-1]).any():
             yield f"{path}: row {row[np.argmax(odd)]}: a document ends with another token than {metadata['ending'][-1]}; {advice}"
-        lengths = tokenizer.byte_lengths[tokens[:, 1:]]
-        counts = (lengths * _answer_masks(columns, sequence) if metadata["answers"] else lengths).sum(1)
+        lengths = tokenizer.byte_lengths[tokens]
+        if metadata["answers"]:
+            mask = np.zeros(tokens.shape, bool)
+            for number, (begin, end) in zip(np.repeat(np.arange(len(mask)), columns["answers"]), columns["spans"]):
+                mask[number, begin:end] = True
+            lengths = lengths * mask
+        counts = lengths[:, 1:].sum(1)
         for at in np.flatnonzero(counts != columns["bytes"])[:1]:
             yield f"{path}: row {at}: 'bytes' is {columns['bytes'][at]}, expected {counts[at]}; {advice}"
         last, flat, at = tokens[-1, -1], tokens[:, :-1].ravel(), 0
@@ -575,14 +558,6 @@ def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Toke
             running, at = hashlib.blake2b(digest_size=8), end
         running.update(flat[at:].tobytes())
     return np.array(hashes, np.uint64)
-
-
-def _answer_masks(columns: Mapping[str, Array], sequence: int) -> Array:
-    """Return the mask of target tokens that are answers.   Shape: [R, T]"""
-    mask = np.zeros((len(columns["answers"]), sequence + 1), bool)
-    for row, (begin, end) in zip(np.repeat(np.arange(len(mask)), columns["answers"]), columns["spans"]):
-        mask[row, begin:end] = True
-    return mask[:, 1:]
 
 
 BUILDER = command.DatasetBuilder(

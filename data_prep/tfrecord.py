@@ -30,31 +30,16 @@ def _masked_crc(data: bytes) -> int:
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-# tf.train.Example, declared without TensorFlow. Types: 2 float, 9 string, 11 message, 12 bytes.
-_REPEATED, _FLOAT, _STRING, _MESSAGE, _BYTES = 3, 2, 9, 11, 12
-_NESTED = {"label": 1, "type": _MESSAGE}
-_EXAMPLE = {"name": "example.proto", "package": "tensorflow", "syntax": "proto3", "messageType": [
-    {"name": "BytesList", "field": [{"name": "value", "number": 1, "label": _REPEATED, "type": _BYTES}]},
-    {"name": "FloatList", "field": [{"name": "value", "number": 1, "label": _REPEATED, "type": _FLOAT}]},
-    {"name": "Feature", "field": [{"name": "bytes_list", "number": 1, **_NESTED, "typeName": ".tensorflow.BytesList"},
-                                  {"name": "float_list", "number": 2, **_NESTED, "typeName": ".tensorflow.FloatList"}]},
-    {"name": "Features",
-     "field": [{"name": "feature", "number": 1, **_NESTED, "label": _REPEATED, "typeName": ".tensorflow.Features.FeatureEntry"}],
-     "nestedType": [{"name": "FeatureEntry", "options": {"mapEntry": True}, "field": [
-         {"name": "key", "number": 1, "label": 1, "type": _STRING},
-         {"name": "value", "number": 2, **_NESTED, "typeName": ".tensorflow.Feature"}]}]},
-    {"name": "Example", "field": [{"name": "features", "number": 1, **_NESTED, "typeName": ".tensorflow.Features"}]},
-]}  # fmt: skip
-
-
 @cache
 def _example_class() -> Any:
+    """Return the class of tf.train.Example, which tfrecord.json declares without TensorFlow."""
     descriptor_pb2, descriptor_pool, json_format, message_factory = (
         import_extra(f"google.protobuf.{part}", "reading TFRecords", "cosmoflow")
         for part in ("descriptor_pb2", "descriptor_pool", "json_format", "message_factory")
     )
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(json_format.ParseDict(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
+    declaration = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    pool.Add(json_format.Parse(declaration, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
 
 

@@ -23,7 +23,8 @@ def serve(descriptor: int, max_bytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes if hard == resource.RLIM_INFINITY else min(hard, max_bytes), hard))
+    with suppress(ValueError):  # macOS maps more than that at the start of a process
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes if hard == resource.RLIM_INFINITY else min(hard, max_bytes), hard))
     connection = Connection(descriptor)
     with suppress(EOFError):
         while True:

@@ -17,9 +17,10 @@ of a key counts. All errors are reported together, those of the file first.
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import reduce
 from importlib import import_module
 from operator import getitem
@@ -34,7 +35,7 @@ from hpcai import startup
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 from hpcai.json_file import read_regular
 from hpcai.schema import CONTROL, NUMBER, Key, Schema, close_matches, format_key, format_value, join_names
-from hpcai.stop import exit_on_signal, ignore_broken_pipe
+from hpcai.stop import end_in_one_line, exit_on_signal, ignore_broken_pipe
 
 T = TypeVar("T", bound=pydantic.BaseModel)
 
@@ -95,10 +96,11 @@ def dump(settings: pydantic.BaseModel | Mapping[str, Any]) -> str:
     return str(yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120))
 
 
-def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None = None, **commands: str) -> None:
+def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None = None, advice: str = "", **commands: str) -> None:
     """Call ``main`` with the settings of the command line: ``[file.yaml] [key=value ...] [--show] [--help]``.
 
     ``commands``: the modules of further commands, by the first word of the command line; their ``run`` has the other arguments.
+    ``advice``: How an interrupted program goes on.
 
     Exit codes: 2 for wrong settings, mesh or launch, 1 for any other HpcaiError, 130 for Ctrl-C, 85 for a run that was stopped by a
     signal and should be restarted (``hpcai.stop``).
@@ -116,7 +118,13 @@ def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None =
     if files:
         args.remove(files[0])
     in_program = argv is None  # a notebook, which passes argv, keeps its signals and has no start time
-    with exit_on_signal() if in_program else nullcontext(), startup.clock(startup.process_age() if in_program else 0.0):
+    with ExitStack() as stack:
+        if in_program:
+            spec = getattr(main, "__globals__", {}).get("__spec__")  # None: of a script
+            name = Path(sys.argv[0]).name if spec is None else spec.name.removesuffix(".__main__")
+            stack.enter_context(end_in_one_line(name, advice, (signal.SIGINT,)))
+            stack.enter_context(exit_on_signal())
+        stack.enter_context(startup.clock(startup.process_age() if in_program else 0.0))
         _run(schema, main, files, args, show)
 
 
@@ -137,8 +145,6 @@ def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], overr
     except HpcaiError as problem:
         sys.stderr.write(f"error: {problem}\n")
         raise SystemExit(2 if isinstance(problem, ConfigError | MeshError | LaunchError) else 1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 # ---- YAML ---------------------------------------------------------------------------------------------------------------------

@@ -14,17 +14,12 @@ from torch import Tensor, nn
 
 from apps.cosmoflow.data import Universes, build_loader, open_rows
 from apps.cosmoflow.settings import Config, DataConfig
-from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Workload
+from hpcai.cli.benchmarks import Enabled, Switch, Workload
 from hpcai.dist import Mesh
 from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, error, loss, parallelize
 from hpcai.models.cosmoflow.model import NEGATIVE_SLOPE, Block
 
 _GPU = torch.cuda.is_available()
-
-_EOS = PublishedRate(
-    224.0, "H100", "32 GPUs, 1 universe each, loader included",
-    "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
-)  # fmt: skip
 
 
 class BenchmarkConfig(Config):
@@ -38,7 +33,6 @@ class Benchmark(Workload):
     settings, batch, fields = BenchmarkConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(error)
     unit, published_settings, tiny = "universes", Config, ("model.size=32", "model.filters=2", "data.batch=2")
-    gpu_cases = tuple(Case(f"batch-{n}", "batch32.yaml", (f"data.batch={n}",), published=_EOS, goal=300.0) for n in (1, 4))
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [

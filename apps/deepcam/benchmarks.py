@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from apps.deepcam.data import Maps, build_loader, open_rows
 from apps.deepcam.settings import Config, DataConfig
-from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, Switch, Workload, swap_classes
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
 from hpcai.models.deepcam import STRIDE, Batch, DeepCam, DeepCamConfig, loss, parallelize, score
@@ -32,11 +32,6 @@ Cells = Annotated[int, Field(ge=STRIDE, multiple_of=STRIDE)]
 _GPU = torch.cuda.is_available()
 _GROUP = "group batch norm"
 _RARE = 0.02  # fraction of pixels of a class other than the first
-
-_EOS = PublishedRate(
-    81.7, "H100", "16 GPUs, 8 maps each, loader included",
-    "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
-)  # fmt: skip
 
 
 class MapConfig(Config):
@@ -61,7 +56,6 @@ class Benchmark(Workload):
     loss, metric = staticmethod(loss), staticmethod(score)
     unit, published_settings, slow_compile = "maps", MapConfig, True
     tiny = ("model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=2")
-    gpu_cases = tuple(Case(f"batch-{n}", "batch128.yaml", (f"data.batch={n}",), published=_EOS, goal=95.0) for n in (8, 16))
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         group, alone = cfg.batchnorm_group, mesh["replicate"].size == 1

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from apps.diffusion.data import Fields, open_rows
 from apps.diffusion.latents import EncodedImages
 from apps.diffusion.settings import Config, DataConfig
-from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, swap_classes
 from hpcai.config import PositiveInt
 from hpcai.data.index import write_index
 from hpcai.data.splits import make_loader
@@ -48,10 +48,6 @@ from hpcai.nn.conv import Conv3d
 
 _GPU = torch.cuda.is_available()
 _FACTOR = 4  # pixels of a field for one of the coarse field, along each dim
-_MLPERF = "MLPerf Training v4.0, NVIDIA: images between logged steps (github.com/mlcommons/training_results_v4.0)"
-_CONDITIONS = "float16, moments and texts precomputed, loader included"
-_NODE = PublishedRate(128.4, "H200", f"8 GPUs, 64 images each, {_CONDITIONS}", _MLPERF)
-_NODES = PublishedRate(110.5, "H100", f"64 GPUs, 16 images each, {_CONDITIONS}", _MLPERF)
 
 
 class RandomConfig(Config):
@@ -87,10 +83,6 @@ class Benchmark(Workload):
         "model.unet.channels=[32, 64]", "model.unet.attention=[cross, none]", "model.unet.heads=[1, 2]", "model.unet.blocks=1",
         "model.unet.tokens=32", "side=8", "text=5", "data.batch=2",
     )  # fmt: skip
-    gpu_cases = tuple(
-        Case(f"sd2-batch-{batch}", yaml, (f"data.batch={batch}",), published=figure, goal=150.0)
-        for batch, yaml, figure in ((64, "sd2.yaml", _NODE), (16, "sd2-64gpus.yaml", _NODES))
-    )
 
     def complete_settings(self, cfg: Any) -> Any:
         """Set the size of a sample, and random initial weights everywhere: behind zero weights all gradients would be zero."""

@@ -273,10 +273,7 @@ class Scorer:
                 actual = f"no encoder of {name}" if size is None else f"{texts[name].folder}: {name} {list(size)}"
                 trained = f"{list(expected)} of {', '.join(latents.encoders)}"
                 raise ConfigError(f"{actual}; {file} was trained with {trained}: name that one")
-        self._check_identities(file, latents)
-
-    def _check_identities(self, file: Path, latents: Any) -> None:
-        """Compare the hashes of encoders. Downloaded latents and text embeddings lack those of the networks that encoded them."""
+        # Downloaded latents and text embeddings lack the hashes of the networks that encoded them.
         recorded = [name for name in (latents.vae, *latents.encoders) if _DIGEST.search(name)]
         if not recorded:
             return

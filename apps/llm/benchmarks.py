@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from apps.llm.data import METADATA, TextMetadata, Texts, open_rows, read_metadata
 from apps.llm.settings import Config, DataConfig
-from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, swap_classes
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, loss, parallelize, score
@@ -30,11 +30,6 @@ _DOCUMENTS, _BYTES = 4, 4  # of a row, of a token
 
 _SMALL = LLMConfig(vocabulary=2048, width=256, layers=4, heads=4, inner=704, positions=256)
 _LARGE = LLMConfig(vocabulary=32_000, width=2048, layers=16, heads=16, inner=5632, positions=4096)
-
-_NEMO = PublishedRate(
-    16_934 / 4096, "H100", "8 GPUs, 16 rows each, FP8",
-    "NVIDIA NeMo 24.12, Llama 2 7B: tokens per second and GPU (docs.nvidia.com/nemo-framework, performance summary)",
-)  # fmt: skip
 
 
 class BenchmarkConfig(Config):
@@ -51,13 +46,6 @@ class Benchmark(Workload):
     tiny = (
         "model.width=64", "model.heads=4", "model.key_heads=2", "model.inner=128", "model.layers=2", "model.vocabulary=512",
         "model.positions=128", "data.batch=2", "step.accumulate=1",
-    )  # fmt: skip
-    gpu_cases = tuple(
-        Case(
-            f"llama2-7b{name}", "llama2-7b.yaml", ("data.batch=8", "step.accumulate=8", "data.documents=joined"), published=_NEMO,
-            goal=tokens / 4096, base_overrides=("step.precision=bf16-params", *overrides),
-        )
-        for name, tokens, overrides in (("", 10_500, ()), ("-fp8", 16_900, ("step.matmul=fp8",)))
     )  # fmt: skip
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:

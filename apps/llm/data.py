@@ -49,7 +49,12 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     data, folders = cfg.data, [cfg.data.directory, *map(Path, cfg.data.blend)]
     metadata = [broadcast_from_first(partial(read_metadata, folder), mesh.peers) for folder in folders]
     _check_folders(cfg, folders, metadata)
-    _check_tokenizer(folders[0], metadata[0], mesh)
+    identity = broadcast_from_first(lambda: Tokenizer.load(folders[0]).identity, mesh.peers)
+    if identity != metadata[0].tokenizer:  # the run copies the tokenizer that lies beside the rows
+        raise DataError(
+            f"{folders[0] / CONTENT}: has tokenizer {identity[:12]}, {METADATA} names {metadata[0].tokenizer[:12]} for the rows; "
+            "copy that one there, or convert the rows again"
+        )
     parts = [Texts(open_rows(cfg, "train", mesh, f, m), m, data.documents, data.learn) for f, m in zip(folders, metadata)]
     validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0])
     train = ConcatSamples(parts) if len(parts) > 1 else parts[0]
@@ -145,16 +150,6 @@ def _check_folders(cfg: Config, folders: Sequence[Path], metadata: Sequence[Text
                 f"{folders[0]}: rows made with the tokenizer {first.tokenizer[:12]}, start.weights {cfg.start.weights} has "
                 f"{theirs[:12]}: its weights were trained with other tokens; convert with --tokenizer {cfg.start.weights}"
             )
-
-
-def _check_tokenizer(folder: Path, metadata: TextMetadata, mesh: Mesh) -> None:
-    """Raise DataError on all ranks if the tokenizer beside the rows, which the run copies, is not the one that encoded them."""
-    identity = broadcast_from_first(lambda: Tokenizer.load(folder).identity, mesh.peers)
-    if identity != metadata.tokenizer:
-        raise DataError(
-            f"{folder / CONTENT}: has tokenizer {identity[:12]}, {METADATA} names {metadata.tokenizer[:12]} for the rows; "
-            "copy that one there, or convert the rows again"
-        )
 
 
 def complete_settings(cfg: Config) -> Config:

@@ -64,7 +64,7 @@ def run(args: Sequence[str]) -> None:
     """Run the command with its command-line arguments."""
     # A prompt may look like YAML; in JSON's quotes it is text.
     sys.argv[1:] = [f"prompt={json.dumps(word[7:])}" if word.startswith("prompt=") else word for word in args]
-    config.run(GenerateConfig, main)
+    config.run(GenerateConfig, main, advice="with a file of prompts, the same command continues those that are left")
 
 
 def main(cfg: GenerateConfig) -> None:

@@ -9,7 +9,6 @@ Recomputation in Large Transformer Models", 2022) count the activations of GPT's
 """
 
 import json
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -104,12 +103,9 @@ def _available_bytes(mesh: "Mesh") -> float:
         import torch
 
         return float(torch.cuda.mem_get_info(mesh.device)[1])
-    try:
-        with open("/proc/meminfo") as file:
-            free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return math.inf
-    return 1024.0 * free / (read_rank_info().local_world or 1)
+    from hpcai.data.readers import available_memory
+
+    return available_memory() / (read_rank_info().local_world or 1)
 
 
 def row_tokens(cfg: Config) -> int:

@@ -11,15 +11,10 @@ from typing import Any
 from torch import nn
 
 from apps.llm.benchmarks import Benchmark
-from hpcai.cli.plan.training import Evaluation, PlannedTraining, Published
+from hpcai.cli.plan.training import Evaluation, PlannedTraining
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, build_pipeline
 from hpcai.parallel.pipeline import Pipeline
-
-_LLAMA31 = "width: 4096, layers: 32, heads: 32, key_heads: 8, inner: 14336, vocabulary: 128256"
-_ADAPTED = (f"model={{{_LLAMA31}, positions: 4096}}", "lora.dropout=0.0")
-_FLOAT8 = ("step.matmul=fp8",)
-_TRAINED = (f"model={{{_LLAMA31}, positions: 8192}}", "lora=null", "step.shard=optimizer")
 
 
 class Plan(PlannedTraining):
@@ -29,14 +24,6 @@ class Plan(PlannedTraining):
     samples = {8: 3264, 128: 11_100}
     source = "reference convergence of MLPerf: 3,072 to 3,456 rows at a batch of 8, about 11,100 at 128"
     evaluation = Evaluation(samples=173, every=384, cost=1 / 2)  # forward only; backward computes no gradients of frozen weights
-    published = (
-        Published("step", 16 * 8192 / (8 * 5762), "h100", 8, 16, overrides=_TRAINED, publisher="torchtitan"),  # 8B, uncompiled
-        Published("step", 128 * 8192 / (8 * 10_682), "h100", 8, 128, overrides=_TRAINED, publisher="NVIDIA, bf16"),
-        Published("step", 8 * 4096 / (8 * 17_809), "h100", 8, 8, overrides=_ADAPTED, publisher="NVIDIA, bf16"),
-        Published("run", 116.1, "h100", 8, 8, ways=4, publisher="Juniper, DeepSpeed"),
-        Published("run", 24.69, "h200", 8, 8, ways=4, overrides=_FLOAT8, publisher="NVIDIA, FP8"),
-        Published("run", 28.07, "h100", 8, 8, ways=4, overrides=_FLOAT8, publisher="NVIDIA, FP8"),
-    )
 
     def pipeline(self, cfg: Any, model: nn.Module, mesh: Mesh) -> Pipeline | None:
         assert isinstance(model, LLM)

@@ -15,7 +15,7 @@ from torch import nn
 
 from apps.opencatalyst.data import FIELDS, Frames, SizeBuckets, collate_frames, open_rows, parse_frame
 from apps.opencatalyst.settings import Config, DataConfig
-from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload
+from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, loss, parallelize, pyg_kwargs, score
@@ -25,12 +25,6 @@ from hpcai.models.dimenet.triplets import TripletDimeNet, build_triplets, energy
 _GPU = torch.cuda.is_available()
 _SLAB = (4, 4, 5)  # atoms along each side
 _SPACING = 2.5  # angstrom
-
-_EOS = PublishedRate(
-    318.0, "H100", "64 GPUs, 16 frames each, loader included, frames of all sizes",
-    "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
-)  # fmt: skip
-_ONE_SHAPE = ("data.shapes=few", "data.balance=frames", "padded=true")  # needed by a run with a captured step
 
 
 class SlabConfig(Config):
@@ -51,10 +45,6 @@ class Benchmark(Workload):
     ragged = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
     unit, published_settings = "frames", SlabConfig
     tiny = ("model.hidden=16", "model.output=16", "model.interaction=8", "model.blocks=2", "model.most=8", "data.batch=2")
-    gpu_cases = tuple(
-        Case(f"batch-{frames}", "batch2048.yaml", (f"data.batch={frames}", *_ONE_SHAPE), published=_EOS, goal=400.0)
-        for frames in (16, 32)
-    )
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [Switch("no triplets", "moments of each atom's messages, and functions with fast second derivatives")]

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from apps.openfold.data import FIELDS, Chains, open_rows, parse_chain
 from apps.openfold.settings import Config, DataConfig
-from apps.openfold.synthetic import random_alignment, random_chain
-from hpcai.cli.benchmarks import Case, Enabled, PublishedRate, Switch, Training, Workload
+from hpcai.cli.benchmarks import Enabled, Switch, Training, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
@@ -38,17 +37,12 @@ from hpcai.models.openfold import (
 )
 from hpcai.models.openfold import attention as attentions
 from hpcai.models.openfold.features import collate
+from hpcai.models.openfold.residues import ATOM37_EXISTS
 from hpcai.nn import layernorm as norms
 
 _GPU = torch.cuda.is_available()
 _CUT = "cut chains"
 _MLPERF_SIZES = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
-
-_EOS = PublishedRate(
-    0.553, "H100", "128 GPUs, 1 chain each, 1 to 4 passes equally often, unsharded chains, loader included",
-    "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: 1.81 s a step (github.com/mlcommons/hpc_results_v3.0)",
-)  # fmt: skip
-_PASSES = tuple((f"features.recycles={recycles}",) for recycles in range(4))  # a step samples one of them
 
 
 class BenchmarkConfig(Config):
@@ -75,10 +69,6 @@ class Benchmark(Workload):
         "model.structure={passes: 1, head: 8, heads: 2, query_points: 2, value_points: 2, angle: 16}", "model.heads.plddt=16",
         "features={crop: 16, clusters: 8, extra: 8, templates: 1}", "data={workers: 1, processes: false}",
     )  # fmt: skip
-    gpu_cases = tuple(
-        Case(name, "batch128.yaml", ("data.batch=1", *overrides), _PASSES, published=_EOS, goal=1 / 1.5)
-        for name, overrides in (("crop-256", ()), ("crop-256-all-kept", ("model.checkpoint=false",)))
-    )
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         on_gpu, ranks = mesh.device.type == "cuda", mesh["axial"].size
@@ -122,13 +112,20 @@ class Benchmark(Workload):
         return model
 
     def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
-        protein = random_chain(cfg.features.crop, random)
-        rows = random_alignment(protein, cfg.features.clusters + cfg.features.extra, random)
+        """Return residues along a random walk with atoms at random around them, and an alignment of sequences that share 30 to 90 %
+        of the residues; 2 % of the positions have deletions."""
+        rows, length = shape = cfg.features.clusters + cfg.features.extra, cfg.features.crop or 256
+        aatype = random.integers(0, 20, length)
+        mask = ATOM37_EXISTS[aatype].astype("float32")
+        positions = random.normal(0, 2.2, (length, 1, 3)).cumsum(0) + random.normal(0, 1.5, (length, 37, 3))
+        changed = random.random(shape, np.float32) < random.uniform(0.1, 0.7, (rows, 1))
+        msa = np.where(changed, random.integers(0, 22, shape, np.int8), aatype.astype(np.int8))
+        deletions = random.integers(1, 20, shape, np.int32) * (random.random(shape, np.float32) < 0.02)
+        msa[0], deletions[0] = aatype, 0
         values = {
-            "residues": len(protein.aatype), "letters": rows.msa.size, "name": b"synthetic", "resolution": 2.0, "release": 0,
-            "cluster_size": 1, "hits": 0, "places": 0, "aatype": protein.aatype, "positions": protein.positions,
-            "mask": protein.mask, "msa": rows.msa.reshape(-1), "deletions": rows.deletions.reshape(-1), "hit_row": [],
-            "hit_sum_probs": [], "hit_places": [],
+            "residues": length, "letters": msa.size, "name": b"synthetic", "resolution": 2.0, "release": 0, "cluster_size": 1,
+            "hits": 0, "places": 0, "aatype": aatype, "positions": positions * mask[..., None], "mask": mask,
+            "msa": msa.reshape(-1), "deletions": deletions.reshape(-1), "hit_row": [], "hit_sum_probs": [], "hit_places": [],
         }  # fmt: skip
         return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from apps.openfold.settings import Config, DataConfig
+from data_prep import chains
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import LargestFirst, Sampler, Shuffled, Weighted
@@ -28,14 +29,9 @@ from hpcai.programs import command_of
 from hpcai.train import Run
 
 FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
-    "residues": ("int32", ()), "letters": ("int32", ()), "name": ("S24", ()), "resolution": ("float32", ()),
-    "release": ("int32", ()), "cluster_size": ("int32", ()), "hits": ("int32", ()), "places": ("int32", ()),
-    "aatype": ("int8", ("residues",)), "positions": ("float32", ("residues", 37, 3)), "mask": ("uint8", ("residues", 37)),
-    "msa": ("int8", ("letters",)), "deletions": ("uint8", ("letters",)),
-    "hit_row": ("int32", ("hits",)), "hit_sum_probs": ("float32", ("hits",)), "hit_places": ("int16", ("places",)),
-}  # fmt: skip
+    name: (field.dtype, field.shape) for name, field in chains.FIELDS.items() if name != "cluster"
+}
 TEMPLATE_FIELDS = {name: FIELDS[name] for name in ("residues", "aatype", "positions", "mask")}
-_UNKNOWN_DAY = -1
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +76,7 @@ def _select_released(rows: Rows, first: date | None, last: date | None) -> np.nd
     """Return the rows of chains released between two days, or on an unknown day."""
     day = rows.column("release")
     begin, end = (None if each is None else (each - date(1970, 1, 1)).days for each in (first, last))
-    selected = (day == _UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))
+    selected = (day == chains.UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))
     if not selected.all():
         logger.info("%s: %d of %d chains are left out for their day of release", rows.folder.name, (~selected).sum(), len(selected))
     return np.flatnonzero(selected)

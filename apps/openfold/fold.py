@@ -30,7 +30,7 @@ def run(args: Sequence[str]) -> None:
         plain = "=" not in word and not word.startswith("-") and not word.endswith((".yaml", ".yml"))
         settings.append(f"{names.pop(0)}={word}" if plain and names else word)
     sys.argv[1:] = settings
-    config.run(FoldConfig, main)
+    config.run(FoldConfig, main, advice="the same command folds the chains that have no file yet")
 
 
 def main(cfg: FoldConfig) -> None:

@@ -157,8 +157,14 @@ def draw(chains: list[Chain], theme: Theme) -> Figure:
 
 
 def _fold(axes: Axes, chain: Chain, theme: Theme) -> None:
-    """Draw both traces along the two longest axes of the true one, the near over the far."""
-    predicted, true = _view(chain)
+    """Draw both traces, the near over the far: the longest axis of the known CA points right, the second up, the third to the
+    viewer."""
+    predicted, true = chain.superpose(), chain.true
+    seen = true[chain.known] if chain.known.any() else predicted
+    middle = seen.mean(0)
+    rotation = np.linalg.eigh((seen - middle).T @ (seen - middle))[1][:, ::-1]
+    rotation[:, 2] = np.cross(rotation[:, 0], rotation[:, 1])  # no mirror image: a right-handed helix is drawn as one
+    predicted, true = (predicted - middle) @ rotation, (true - middle) @ rotation
     axes.plot(*true[:, :2].T, color=theme.faint, alpha=PALE, linewidth=TRUE, marker="o", markersize=1.5, solid_joinstyle="round")
     steps = np.stack((predicted[:-1], predicted[1:]), 1)
     order = np.argsort(steps[..., 2].mean(1))
@@ -172,17 +178,6 @@ def _fold(axes: Axes, chain: Chain, theme: Theme) -> None:
     scores = f"lDDT {format_score(chain.mean_lddt(), 1)}, GDT-TS {chain.gdt_ts():.1f}, RMSD {chain.rmsd():.2f} Å"
     name = chain.name if len(chain.name) <= LETTERS else chain.name[: LETTERS - 1] + "…"
     panel_title(axes, escape_mathtext(name), f"{len(chain.plddt):,} residues, {scores if chain.known.any() else 'no truth'}", theme)
-
-
-def _view(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
-    """Return predicted and true CA, rotated so that the longest axis of the known ones points right, the second up and the third to
-    the viewer.   two of [N, 3]"""
-    predicted = chain.superpose()
-    seen = chain.true[chain.known] if chain.known.any() else predicted
-    middle = seen.mean(0)
-    axes = np.linalg.eigh((seen - middle).T @ (seen - middle))[1][:, ::-1]
-    axes[:, 2] = np.cross(axes[:, 0], axes[:, 1])        # no mirror image: a right-handed helix is drawn as one
-    return (predicted - middle) @ axes, (chain.true - middle) @ axes
 
 
 def _distances(predicted: Axes, true: Axes, chain: Chain, scale: dict[str, Any], theme: Theme) -> Any:

@@ -9,12 +9,10 @@ from typing import Any
 from torch import nn
 
 from apps.openfold.benchmarks import Benchmark
-from hpcai.cli.plan.training import Evaluation, PlannedTraining, Published
+from hpcai.cli.plan.training import Evaluation, PlannedTraining
 from hpcai.dist import Mesh
 from hpcai.models.openfold import OpenFold, parallelize
 from hpcai.plan.loader_queue import heavy_tail
-
-_TF32 = ("step.precision=fp32", "step.tf32=true")
 
 
 class Plan(PlannedTraining):
@@ -26,15 +24,6 @@ class Plan(PlannedTraining):
     # 25.4 s for 180 chains on 32 H100, whose training step takes 1.81 s.
     evaluation = Evaluation(samples=180, cost=25.4 * 32 / 180 / 1.81, steps=40)
     preparation_seconds = staticmethod(heavy_tail)
-    published = (
-        Published("step", 1.81, "h100", 128, 128),
-        Published("step", 0.68, "h100", 2048, 256, ways=8),
-        Published("step", 1.40, "a100", 872, 218, ways=4, publisher="HPE and LBNL"),
-        Published("run", 28.5, "h100", 128, 128),
-        Published("run", 7.51, "h100", 2048, 256, ways=8, evaluating=32),
-        Published("run", 14.65, "a100", 872, 218, ways=4, evaluating=24, publisher="HPE and LBNL"),
-        Published("run", 157.3, "a100-40", 96, 192, overrides=_TF32, publisher="TACC"),  # two micro-batches a step
-    )
 
     def build(self, cfg: Any, mesh: Mesh) -> nn.Module:
         return parallelize(OpenFold(cfg.model), mesh)

@@ -7,8 +7,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from hpcai.config import NonNegativeInt, PositiveInt, Settings
-from hpcai.models.openfold import ObjectiveConfig, OpenFoldConfig
-from hpcai.models.openfold.features import FeatureConfig
+from hpcai.models.openfold import FeatureConfig, ObjectiveConfig, OpenFoldConfig
 from hpcai.settings import Axial, LoaderConfig, MeshConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
 
 

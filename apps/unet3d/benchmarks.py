@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from apps.unet3d.data import FIELDS, Volumes, open_rows
 from apps.unet3d.settings import Config, DataConfig
-from hpcai.cli.benchmarks import Case, Enabled, Implementation, Peer, PublishedRate, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, swap_classes
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, loss, parallelize, score
@@ -23,11 +23,6 @@ from hpcai.settings import StepConfig
 
 _GPU = torch.cuda.is_available()
 _SIDE = 128 if _GPU else 64
-
-_NODE = PublishedRate(
-    76.2, "H200", "8 GPUs, 7 crops each, loader included, volumes cached",
-    "MLPerf Training v4.0, NVIDIA: median logged rate (github.com/mlcommons/training_results_v4.0)",
-)  # fmt: skip
 
 
 class BenchmarkConfig(Config):
@@ -42,10 +37,6 @@ class Benchmark(Workload):
     settings, batch, fields = BenchmarkConfig, Batch, tuple(FIELDS)
     loss = staticmethod(loss)
     unit, published_settings, tiny = "crops", Config, ("model.filters=[4, 8]", "model.window=[16, 16, 16]", "data.batch=2")
-    gpu_cases = tuple(
-        Case(f"batch-{batch}", yaml, (f"data.batch={batch}",), published=_NODE, goal=85.0)
-        for batch, yaml in ((2, "gpu1.yaml"), (7, "node.yaml"))
-    )
 
     def metric(self, model: Any, batch: Any) -> dict[str, Any]:
         return score(model, [batch] if isinstance(batch, Batch) else batch)

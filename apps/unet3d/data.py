@@ -103,7 +103,11 @@ class Crops(Samples):
     def sample(self, index: int, epoch: int) -> Batch:
         volume = index % len(self.rows)
         crop = self.draw_crop(index, epoch)
-        values = self.rows.read(volume, self._box(crop))
+        box = []
+        for dim, (at, (first, end), w) in enumerate(zip(crop.corner, self.box, self.window)):
+            first, end = (w - end, w - first) if dim in crop.flips else (first, end)
+            box.append(slice(at + first, at + end))
+        values = self.rows.read(volume, {"image": box, "label": box})
         image, label = (self.rows.reader.memory.copy(np.flip(values[name], crop.flips)) for name in ("image", "label"))
         if crop.factor != 1:
             image = image * np.float32(crop.factor)
@@ -138,13 +142,6 @@ class Crops(Samples):
             low, high = sorted((int(end) - w, int(first)))
             corner.append(min(max(int(rng.integers(low, high + 1)), 0), n - w))
         return tuple(corner)
-
-    def _box(self, crop: Crop) -> Selection:
-        box = []
-        for dim, (at, (first, end), w) in enumerate(zip(crop.corner, self.box, self.window)):
-            first, end = (w - end, w - first) if dim in crop.flips else (first, end)
-            box.append(slice(at + first, at + end))
-        return {"image": box, "label": box}
 
 
 _NO_VOXELS: Selection = {"image": (slice(0, 0),), "label": (slice(0, 0),)}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from apps.unet3d.benchmarks import Benchmark
-from hpcai.cli.plan.training import Evaluation, PlannedTraining, Published
+from hpcai.cli.plan.training import Evaluation, PlannedTraining
 from hpcai.dist import Mesh
 from hpcai.models.unet3d import Batch, spatial_cut
 
@@ -16,17 +16,6 @@ class Plan(PlannedTraining):
     source = "reference convergence of MLPerf Training v4.0, in crops"
     # 1.8 s for 42 volumes on 8 H100, whose training step takes 1 / 71 s a crop.
     evaluation = Evaluation(samples=42, every=20 * _VOLUMES, cost=1.8 * 8 / 42 * 71, start=1000 * _VOLUMES)
-    published = (
-        Published("step", 56 / 578, "h100", 8, 56),
-        Published("step", 56 / 608, "h200", 8, 56),
-        Published("step", 84 / 9470, "h100", 336, 84, ways=4),
-        Published("step", 84 / 10_940, "h100", 672, 84, ways=8),
-        Published("run", 12.0, "h100", 8, 56),
-        Published("run", 11.5, "h200", 8, 56),
-        Published("run", 1.89, "h100", 56, 56, evaluating=16),
-        Published("run", 0.82, "h100", 336, 84, ways=4, evaluating=96),
-        Published("run", 0.77, "h100", 672, 84, ways=8, evaluating=96),
-    )
 
     def random_batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
         batch, part = super().random_batch(cfg, mesh, count), spatial_cut(mesh).local_slices(cfg.model.window)

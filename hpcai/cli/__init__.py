@@ -3,15 +3,19 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 
 from hpcai import __version__
 from hpcai.errors import HpcaiError
-from hpcai.stop import ignore_broken_pipe
+from hpcai.stop import end_in_one_line, ignore_broken_pipe, interrupt_imports
+
+interrupt_imports("hpcai")
 
 COMMANDS = {
     "run": "APP CONFIG ...     train an app, as python -m apps.APP does, also without a checkout",
     "prepare": "NAME ...        make the files that an app reads, as python -m data_prep.NAME does",
+    "new": "NAME            write a model of your own with its app, data and test, as a start that works",
     "report": "RUN [RUN ...]  render a run's directory as one page, RUN/report.html, with its plots; or compare several runs",
     "data": "check | stage   validate a data set, or copy it to node-local disks",
     "checkpoint": "show | export   list and verify a run's checkpoints, or export the weights of the newest",
@@ -27,6 +31,12 @@ DATA_COMMANDS = {
     "check": "DIR             validate files against their index, values, duplicates, and the read rate of the disk; --index",
     "stage": "SOURCE TARGET   copy to node-local disks; behind mpiexec or srun each byte is read once from the source",
 }
+_ADVICE = {
+    "check": "nothing was left behind",
+    "stage": "the same command keeps the files that are complete",
+    "report": "pages that were written before are unchanged",
+}
+"""What follows for the user if a command is interrupted; an app and a data set have their own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,11 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["--version"]:
         print(__version__)
         return 0
-    try:
-        return ignore_broken_pipe(lambda: run_command("hpcai", COMMANDS, args)) or 0
-    except HpcaiError as error:
-        print(f"hpcai {args[0]}: {error}", file=sys.stderr)
-        return 2
+    words = ["hpcai", *args[: 2 if args[:1] == ["data"] else 1]]
+    with end_in_one_line(" ".join(words), _ADVICE.get(words[-1], "")) if argv is None else nullcontext():
+        try:
+            return ignore_broken_pipe(lambda: run_command("hpcai", COMMANDS, args)) or 0
+        except HpcaiError as error:
+            print(f"hpcai {args[0]}: {error}", file=sys.stderr)
+            return 2
 
 
 def make_parser(command: str, text: str | None) -> argparse.ArgumentParser:

@@ -6,13 +6,16 @@ configurations. The plain implementation is the straightforward one in PyTorch: 
 optimizer, and evaluation that blocks training.
 """
 
+import inspect
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -39,6 +42,8 @@ Row = dict[str, Any]
 TORCH_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _EVALUATION_BATCHES = 2  # batches in an evaluation
 _FILE = "samples.h5"
+_TEMPORARY = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted when the process ends
+_SAMPLE_FOLDERS: dict[tuple[type["Workload"], str, int, tuple[str, ...]], Path] = {}
 
 
 @dataclass(frozen=True)
@@ -109,8 +114,6 @@ class Workload:
     variants: Mapping[str, Sequence[str]] = {}
     """our implementation with other settings, by name, as key=value overrides"""
     peers: Mapping[str, Peer] = {}
-    gpu_cases: Sequence[Case] = ()
-    """cases of ``hpcai bench gpu``"""
     unit: str = "samples"
     """unit of its samples, in the plural"""
     published_settings: type[RunConfig]
@@ -123,6 +126,14 @@ class Workload:
     """whether torch.compile takes minutes on a CPU; it is then measured there only if the settings enable it"""
     counts: Callable[[Any], Tensor] | None = None
     """denominators of a loss that is several means (``Step``)"""
+
+    @cached_property
+    def gpu_cases(self) -> Sequence[Case]:
+        """The cases of ``hpcai bench gpu``, from published.toml beside the subclass; each may name one of its ``rates``."""
+        path = Path(inspect.getfile(type(self))).with_name("published.toml")
+        content = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        rates = {name: PublishedRate(**rate) for name, rate in content.get("rates", {}).items()}
+        return [Case(**case | {"published": rates.get(case.get("published", ""))}) for case in content.get("gpu_cases", ())]
 
     def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         """Return the network on the mesh with the given switches enabled; without any, the plain implementation."""
@@ -206,8 +217,20 @@ class Workload:
             yield Training(self, cfg, mesh, enabled, exit_stack)
 
     def write_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
-        """Write random samples for each split to a temporary folder, and return the settings with this folder."""
-        changes = {"directory": _sample_files(self, cfg, rows, splits), "stage": None, "shards": 1}
+        """Write random samples for each split to a temporary folder, in the layout of data_prep, and return the settings with this
+        folder. The result is cached."""
+        key = type(self), cfg.model_dump_json(), rows, tuple(splits)
+        if key not in _SAMPLE_FOLDERS:
+            folder = _SAMPLE_FOLDERS[key] = Path(tempfile.mkdtemp(dir=_TEMPORARY.name))
+            for split in splits:
+                (folder / split).mkdir()
+                with h5py.File(folder / split / _FILE, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
+                    for i in range(rows):
+                        for name, sample in zip(self.dataset_names(cfg), self.random_sample(cfg, np.random.default_rng(i))):
+                            part = sample if name in self.ragged else sample[None]
+                            dataset = file.require_dataset(name, (rows * len(part), *part.shape[1:]), part.dtype)
+                            dataset[i * len(part) : (i + 1) * len(part)] = part
+        changes = {"directory": _SAMPLE_FOLDERS[key], "stage": None, "shards": 1}
         return cfg.model_copy(update={"data": cfg.data.model_copy(update=changes)})
 
 
@@ -223,11 +246,13 @@ def loop_switches(cfg: Any, mesh: Mesh, compile_scope: str) -> list[Switch]:
     enabled = enabled_settings(cfg.step, mesh, compile_scope)
     slow = f"this {kind} does not compute in bfloat16 at full speed" if enabled["precision"] == "fp32" else None
     no_gpu = f"there is no GPU: this process computes on {kind}" if kind == "cpu" else None
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    no_compiler = None if compiler else "there is no C++ compiler, which torch.compile needs here"
     unknown = None if optimizer in TORCH_OPTIMIZERS else f"torch has no {optimizer} for comparison"
     alone = "a single replica: there is nothing to shard the optimizer over" if mesh["replicate"].size == 1 else None
     return [
         Switch("precision", f"step.precision={enabled['precision']}", slow),
-        Switch("compile", f"step.compile={enabled['compile']}", _compile_problem(kind)),
+        Switch("compile", f"step.compile={enabled['compile']}", triton_support.MISSING if kind == "cuda" else no_compiler),
         Switch("fused optimizer", f"{optimizer} fused over each flat parameter, not one operation at a time", unknown),
         Switch("capture", "step.capture: the step as a CUDA graph (without fused optimizer: all but the update)", no_gpu),
         Switch("sharded optimizer", "step.shard=optimizer (with fused optimizer only)", alone),
@@ -240,13 +265,6 @@ def enabled_settings(cfg: StepConfig, mesh: Mesh, compile_scope: str) -> dict[st
     """Return precision and compile scope when enabled: those of the settings, or the best available ones."""
     precision = cfg.precision if cfg.precision.startswith("bf16") else "bf16" if has_fast_bf16(mesh.device) else "fp32"
     return {"precision": precision, "compile": compile_scope if cfg.compile == "none" else cfg.compile}
-
-
-def _compile_problem(kind: str) -> str | None:
-    if kind == "cuda":
-        return triton_support.MISSING
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    return None if compiler else "there is no C++ compiler, which torch.compile needs here"
 
 
 def swap_classes(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
@@ -276,7 +294,17 @@ class Training:
         self.workload, self.cfg, self.mesh, self.samples = workload, cfg, mesh, cfg.data.batch
         self.enabled, self.exit_stack = enabled, exit_stack
         self.collector = ManualGC(cfg.train.collect_every if "garbage collection" in enabled else None)
-        self.step = _build_step(workload, cfg, mesh, enabled)
+        torch.manual_seed(cfg.train.seed)
+        model = workload.build(cfg, mesh, enabled)
+        fused = "fused optimizer" in enabled or cfg.step.optimizer not in TORCH_OPTIMIZERS
+        shard = "optimizer" if fused and "sharded optimizer" in enabled else "none"
+        changes = {"shard": shard, "shard_within": None, "compile_cache": None, "precision": "fp32", "compile": "none"}
+        settings = enabled_settings(cfg.step, mesh, workload.compile_scope)
+        changes |= {name: value for name, value in settings.items() if name in enabled}
+        changes["capture"] = "none" if "capture" not in enabled else "whole" if fused else "forward"
+        torch._dynamo.config.recompile_limit = 64  # versions of one forward, over all arrangements
+        step_class = Step if fused else TorchOptimizerStep
+        self.step = step_class(model, workload.loss, cfg.step.model_copy(update=changes), mesh, counts=workload.counts)
         self.step.model.train()
         validation = self._loader("validation", _EVALUATION_BATCHES)
         mode: Any = "background" if "async evaluation" in enabled else "wait"
@@ -334,19 +362,6 @@ class Training:
         return self.exit_stack.enter_context(self.workload.loader(cfg, self.mesh, split, name=split, **kwargs))
 
 
-def _build_step(workload: Workload, cfg: Any, mesh: Mesh, enabled: Enabled) -> Step:
-    torch.manual_seed(cfg.train.seed)
-    model = workload.build(cfg, mesh, enabled)
-    fused = "fused optimizer" in enabled or cfg.step.optimizer not in TORCH_OPTIMIZERS
-    shard = "optimizer" if fused and "sharded optimizer" in enabled else "none"
-    changes = {"shard": shard, "shard_within": None, "compile_cache": None, "precision": "fp32", "compile": "none"}
-    changes |= {name: value for name, value in enabled_settings(cfg.step, mesh, workload.compile_scope).items() if name in enabled}
-    torch._dynamo.config.recompile_limit = 64  # versions of one forward, over all arrangements
-    changes["capture"] = "none" if "capture" not in enabled else "whole" if fused else "forward"
-    step_class = Step if fused else TorchOptimizerStep
-    return step_class(model, workload.loss, cfg.step.model_copy(update=changes), mesh, counts=workload.counts)
-
-
 class TorchOptimizerStep(Step):
     """A step whose update is torch's unfused optimizer, without the guard against non-finite values and without norms."""
 
@@ -369,27 +384,3 @@ class TorchOptimizerStep(Step):
         averages: Any = self.optimizer.averages()  # none without step.average
         for name, parameter in self.model.named_parameters() if averages else ():
             averages[name].lerp_(parameter, self.optimizer.take.to(parameter.dtype))
-
-
-# ---- samples in files
-
-
-_TEMPORARY = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted when the process ends
-_SAMPLE_FOLDERS: dict[tuple[type[Workload], str, int, tuple[str, ...]], Path] = {}
-
-
-def _sample_files(workload: Workload, cfg: Any, rows: int, splits: Sequence[str]) -> Path:
-    """Return a folder with ``rows`` random samples for each split, in the layout of data_prep. The result is cached."""
-    key = type(workload), cfg.model_dump_json(), rows, tuple(splits)
-    if key in _SAMPLE_FOLDERS:
-        return _SAMPLE_FOLDERS[key]
-    folder = Path(tempfile.mkdtemp(dir=_TEMPORARY.name))
-    for split in splits:
-        (folder / split).mkdir()
-        with h5py.File(folder / split / _FILE, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
-            for i in range(rows):
-                for name, sample in zip(workload.dataset_names(cfg), workload.random_sample(cfg, np.random.default_rng(i))):
-                    part = sample if name in workload.ragged else sample[None]
-                    dataset = file.require_dataset(name, (rows * len(part), *part.shape[1:]), part.dtype)
-                    dataset[i * len(part) : (i + 1) * len(part)] = part
-    return _SAMPLE_FOLDERS.setdefault(key, folder)

@@ -309,8 +309,11 @@ def _shell_lines(job: Job) -> list[str]:
         lines += [assign("HPCAI_IMAGE", image), assign("HPCAI_PYTHON", "python")]
         lines += [assign("HPCAI_FOLDERS", ",".join(map(str, _paths_to_mount(job.settings, job.overrides[:1]))))]
     else:
-        none = job.site.facts.get("container") == "none"
-        lines += [*_python_path(folder), *([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
+        root, none = apps.app_folder(job.app).parents[1].resolve(), job.site.facts.get("container") == "none"
+        installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
+        if root != folder.resolve() and root not in installed:
+            lines += [f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"]  # of the app
+        lines += [*([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
     lines += [*_environment_lines(job), "HPCAI_STAGE="]
     if args.stage:
         source = job.settings.data.directory  # type: ignore[attr-defined]
@@ -337,15 +340,6 @@ def _environment_lines(job: Job) -> list[str]:
     if job.args.environment_at:
         path = _expand_in_shell(job.args.environment_at)
     return [assign("HPCAI_ENVIRONMENT", str(Path(job.args.environment).absolute())), f'HPCAI_AT="{path}"']
-
-
-def _python_path(folder: Path) -> list[str]:
-    """Return the PYTHONPATH of the apps, unless they are installed or in the current folder."""
-    root = Path(apps.apps_root()).resolve()
-    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
-    if root == folder.resolve() or root in installed:
-        return []
-    return [f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"]
 
 
 def _paths_to_mount(settings: RunConfig, arguments: Sequence[str]) -> list[Path]:

@@ -13,7 +13,8 @@ from hpcai.schema import join_names
 
 def main(args: Sequence[str]) -> None:
     """Run the command, which ends with SystemExit. Raises ConfigError if the name is unknown."""
-    commands = list_commands()
+    files = (file for root in apps.package_folders("data_prep") for file in Path(root).glob("*.py"))
+    commands = sorted({file.stem for file in files if '\nif __name__ == "__main__":' in file.read_text(encoding="utf-8")})
     names = join_names(commands) or "those in data_prep/ of a checkout, which is missing"
     if not args or args[0] in ("-h", "--help"):
         print(f"{__doc__}\nNames: {names}")
@@ -22,9 +23,3 @@ def main(args: Sequence[str]) -> None:
         raise ConfigError(f"there is no command {args[0]!r}; expected one of {names}")
     sys.argv = list(args)
     runpy.run_module(f"data_prep.{args[0]}", run_name="__main__", alter_sys=True)
-
-
-def list_commands() -> list[str]:
-    """Return the modules of ``data_prep`` that are commands, in alphabetical order."""
-    files = (file for root in apps.package_folders("data_prep") for file in Path(root).glob("*.py"))
-    return sorted({file.stem for file in files if '\nif __name__ == "__main__":' in file.read_text(encoding="utf-8")})

@@ -12,29 +12,24 @@ replay` in place of the run, or without a launcher on this machine. The exit cod
 import os
 import runpy
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
-
-import torch
-from torch import Tensor, nn
 
 from hpcai import config
 from hpcai.cli import apps, make_parser
-from hpcai.cli.subprocesses import fork_processes
-from hpcai.data.collate import tree_map
-from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
-from hpcai.train.checkpoint_reader import list_checkpoints
-from hpcai.train.flight_recorder import read_bundle
-from hpcai.train.step import Step
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _PATIENCE = 1e6  # seconds; a run that hung is replayed until it hangs again
 FAILED_AGAIN, SUCCEEDED = 3, 4  # exit codes of the app: the step is non-finite again; or finite
@@ -46,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, such as data.directory")
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="scratch folder, shared by all processes (BUNDLE/replay)")
     args = parser.parse_intermixed_args(argv)
+
+    from hpcai.train.flight_recorder import read_bundle  # imports torch
+
     bundle = args.bundle.resolve()
     reports = read_bundle(bundle)
     failure = min(reports, key=lambda report: (report["kind"] == "stopped", report["time"]))
@@ -74,7 +72,9 @@ def main(argv: Sequence[str]) -> int:
 def link_checkpoints(checkpoints: Path, scratch: Path, step: int) -> int:
     """Link the checkpoints before ``step`` into ``scratch``, and return the number of the newest. Several processes may do so at
     once. Whether they are complete is checked when the run resumes from one."""
-    older = [path for path in list_checkpoints(checkpoints) if int(path.name.removeprefix("step-")) < step]
+    from hpcai.train.checkpoint_reader import list_checkpoints, step_number
+
+    older = [path for path in list_checkpoints(checkpoints) if step_number(path) < step]
     try:
         for path in older:
             target = scratch / "checkpoints" / path.name
@@ -85,11 +85,15 @@ def link_checkpoints(checkpoints: Path, scratch: Path, step: int) -> int:
         scratch.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise DataError(f"{scratch}: {problem.strerror}; name another folder with --scratch") from problem
-    return max((int(path.name.removeprefix("step-")) for path in older), default=0)
+    return max(map(step_number, older), default=0)
 
 
 def _rerun(failure: dict[str, Any], reports: list[dict[str, Any]], scratch: Path, overrides: Sequence[str], alone: bool) -> int:
     """Run the app, and return its exit code."""
+    import torch
+
+    from hpcai.cli.subprocesses import fork_processes
+
     samples = {report["rank"]: report.get("samples") for report in reports}
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         settings = Path(folder) / "settings.yaml"
@@ -105,7 +109,16 @@ def _rerun(failure: dict[str, Any], reports: list[dict[str, Any]], scratch: Path
                 runpy.run_module(f"apps.{failure['run']}", run_name="__main__")
 
         if not alone or failure["world"] == 1:
-            return _exit_code(run_app)
+            try:
+                run_app()
+            except SystemExit as end:
+                if end.code == 128 + signal.SIGINT:
+                    raise
+                return end.code if isinstance(end.code, int) else int(end.code is not None)
+            except Exception:  # of the run; a single process does not exit by itself
+                traceback.print_exc()
+                return 1
+            return SUCCEEDED
         if torch.cuda.is_available() and torch.cuda.device_count() < failure["world"]:
             raise ConfigError(f"the run trained on {failure['world']} processes, and this machine has fewer GPUs; start as many "
                               f"behind a launcher: srun -n {failure['world']} hpcai replay ...")  # fmt: skip
@@ -116,20 +129,12 @@ def _rerun(failure: dict[str, Any], reports: list[dict[str, Any]], scratch: Path
         return FAILED_AGAIN if FAILED_AGAIN in codes else other_codes[0] if other_codes else SUCCEEDED
 
 
-def _exit_code(run_app: Callable[[], object]) -> int:
-    try:
-        run_app()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except Exception:  # of the run; a single process does not exit by itself
-        traceback.print_exc()
-        return 1
-    return SUCCEEDED
-
-
 @contextmanager
 def _search_step(number: int, samples: dict[int, Any]) -> Iterator[None]:
     """Context manager: the step with this number, from 1, is searched, and the run ends with it."""
+    from hpcai.dist.collectives import all_gather_object
+    from hpcai.train.step import Step
+
     original = Step.__call__
 
     def call(step: Step, batch: Any, lr: float | None = None) -> Any:
@@ -151,7 +156,7 @@ def _search_step(number: int, samples: dict[int, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def search_non_finite(model: nn.Module, batch: Any) -> Iterator[list[str]]:
+def search_non_finite(model: "nn.Module", batch: Any) -> Iterator[list[str]]:
     """Context manager: search modules as they run. The list then describes the first non-finite values: in the batch, among
     outputs, and among the gradients of outputs, which are visited from the last module to the first."""
     findings: list[str] = []
@@ -162,11 +167,11 @@ def search_non_finite(model: nn.Module, batch: Any) -> Iterator[list[str]]:
             kinds.add(kind)
             findings.append(text)
 
-    def backward(name: str, gradient: Tensor) -> None:
+    def backward(name: str, gradient: "Tensor") -> None:
         if not kinds & {"batch", "output"} and not _is_finite(gradient):  # otherwise a consequence of them
             add_first("gradient", f"backward: the first non-finite gradient is that of the output of {name}")
 
-    def forward(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def forward(name: str, module: "nn.Module", inputs: Any, output: Any) -> None:
         if not _is_finite(output):
             text = "the first module with a non-finite output" + ("" if _is_finite(inputs) else "; its input was non-finite too")
             add_first("output", f"{name} ({type(module).__name__}) is {text}")
@@ -186,7 +191,11 @@ def search_non_finite(model: nn.Module, batch: Any) -> Iterator[list[str]]:
         findings.insert(0, "all outputs are finite: the loss or the backward pass causes it")
 
 
-def _float_tensors(tree: Any) -> list[Tensor]:
+def _float_tensors(tree: Any) -> "list[Tensor]":
+    from torch import Tensor
+
+    from hpcai.data.collate import tree_map
+
     leaves: list[Any] = []
     tree_map(tree, leaves.append)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -48,4 +48,5 @@ def _resolve_config(app: str, args: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     from hpcai.cli import main as hpcai
 
-    sys.exit(hpcai(["run", *sys.argv[1:]]))
+    sys.argv.insert(1, "run")
+    sys.exit(hpcai())

@@ -16,18 +16,22 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-
-import numpy as np
-from torch import Tensor
+from random import Random
+from statistics import median
+from typing import TYPE_CHECKING
 
 from hpcai import log
 from hpcai.cli import apps, make_parser
-from hpcai.cli.subprocesses import fork_processes
 from hpcai.errors import ConfigError
-from hpcai.train.checkpoint_reader import list_checkpoints, read_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hpcai.cli.subprocesses import ForkedProcesses
 
 MAX_KILLS = 5                      # of a run
 TOLERANCE = 10.0                     # times the difference of the references
@@ -102,7 +106,7 @@ def verify(
     """
     if app not in apps.list_apps():
         raise ConfigError(f"there is no app {app!r}; expected one of {', '.join(apps.list_apps())}")
-    killer = _Killer(app, overrides, folder, np.random.default_rng(seed))
+    killer = _Killer(app, overrides, folder, Random(seed))
     counts = sorted(set(ranks))
     for count in counts:
         killer.reference(count)
@@ -119,7 +123,7 @@ def verify(
 
 
 class _Killer:
-    def __init__(self, app: str, overrides: Sequence[str], folder: Path, random: np.random.Generator) -> None:
+    def __init__(self, app: str, overrides: Sequence[str], folder: Path, random: Random) -> None:
         self.app, self.folder, self.random = app, folder, random
         saving = [] if any(arg.startswith("checkpoint.every_steps") for arg in overrides) else ["checkpoint.every_steps=2"]
         self.overrides = [*overrides, *saving, "report.sinks=[]"]
@@ -134,16 +138,21 @@ class _Killer:
 
         return run_app
 
+    def start(self, run: Path, ranks: int) -> "AbstractContextManager[ForkedProcesses]":
+        from hpcai.cli.subprocesses import fork_processes
+
+        return fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks)
+
     def reference(self, ranks: int) -> None:
         run, start = self.folder / f"whole-{ranks}", time.monotonic()
         self.finish(run, ranks)
         self.seconds[ranks] = time.monotonic() - start
         saves = [event["seconds"] for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "checkpoint"]
-        self.saves[ranks] = float(np.median(saves))
+        self.saves[ranks] = median(saves)
         self.references[ranks] = _last_checkpoint(run)
 
     def finish(self, run: Path, ranks: int) -> None:
-        with fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
+        with self.start(run, ranks) as forks:
             codes, text = forks.wait(TIMEOUT + 20 * self.seconds.get(ranks, TIMEOUT))
         if codes != [0] * ranks:
             raise ConfigError(f"a run of {self.app} on {ranks} processes ended with exit codes {codes}: {text[-2000:]}")
@@ -151,8 +160,8 @@ class _Killer:
     def run_with_kills(self, run: Path, counts: Sequence[int], max_kills: int, difference: float) -> tuple[list[Kill], Verdict]:
         """Start and kill a run several times, let it finish, compare and remove it. Half of the runs keep their number of
         processes."""
-        counts = [int(self.random.choice(counts))] if self.random.integers(2) else counts
-        rank_counts = self.random.choice(counts, min(max_kills, int(self.random.integers(1, MAX_KILLS + 1))) + 1).tolist()
+        counts = [self.random.choice(counts)] if self.random.randrange(2) else counts
+        rank_counts = self.random.choices(counts, k=min(max_kills, self.random.randint(1, MAX_KILLS)) + 1)
         kills: list[Kill] = []
         for ranks in rank_counts[:-1]:
             if (kill := self.kill_once(run, ranks)) is None:
@@ -169,14 +178,14 @@ class _Killer:
 
     def kill_once(self, run: Path, ranks: int) -> Kill | None:
         """Start the run once and kill it. Return None if it ended before."""
-        in_save, kill_all = bool(self.random.integers(2)), ranks == 1 or bool(self.random.integers(2))
-        delay = float(self.random.uniform(0, self.saves[ranks] if in_save else self.seconds[ranks]))
-        victim, before = int(self.random.integers(ranks)), _count_starts(run)
+        in_save, kill_all = bool(self.random.randrange(2)), ranks == 1 or bool(self.random.randrange(2))
+        delay = self.random.uniform(0, self.saves[ranks] if in_save else self.seconds[ranks])
+        victim, before = self.random.randrange(ranks), _count_starts(run)
 
         def left_partial() -> bool:
             return any((run / "checkpoints").glob(".step-*.partial"))
 
-        with fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
+        with self.start(run, ranks) as forks:
             first = forks.processes[0]
             while not kill_all and first.is_alive() and _count_starts(run) == before:  # before that the others detect no death
                 time.sleep(0.01)
@@ -209,18 +218,20 @@ def _count_starts(run: Path) -> int:
     return metrics.read_bytes().count(b'"kind": "start"') if metrics.exists() else 0
 
 
-def _last_checkpoint(run: Path) -> dict[str, Tensor]:
+def _last_checkpoint(run: Path) -> "dict[str, Tensor]":
+    from hpcai.train.checkpoint_reader import list_checkpoints, read_tensors
+
     checkpoints = list_checkpoints(run / "checkpoints")
     if not checkpoints:
         raise ConfigError(f"{run}: a finished run has no checkpoint")
     return read_tensors(checkpoints[-1])
 
 
-def _bits(tensor: Tensor | None) -> object:
+def _bits(tensor: "Tensor | None") -> object:
     return None if tensor is None else (tensor.dtype, tensor.shape, tensor.numpy().tobytes())
 
 
-def _max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+def _max_difference(a: "dict[str, Tensor]", b: "dict[str, Tensor]") -> float:
     """Return the largest difference of the weights of two models, relative to the largest weight of the same tensor."""
     differences = [0.0]
     for name, tensor in a.items():

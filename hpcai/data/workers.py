@@ -17,18 +17,21 @@ import os
 import pickle
 import select
 import signal
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 import numpy as np
 
 from hpcai.data.direct import MemoryPool, align_up
 from hpcai.data.pickling import buffer_offsets, flatten
+from hpcai.durable import reserve
 from hpcai.errors import DataError, HpcaiError
 
 _MIN_POOLED = 4096  # bytes from which an array is copied to a block of the pool
@@ -165,12 +168,28 @@ class Worker:
 
 
 @contextmanager
+def block_signals() -> Iterator[None]:
+    """Context manager that starts processes with the signals of a job blocked, until ``ignore_signals``."""
+    resource_tracker.ensure_running()  # of multiprocessing; its start would unblock the signals
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals of a job, which its main process handles, and leave SIGTERM to its handler."""
+    for number in _JOB_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+@contextmanager
 def _spawn_environment() -> Iterator[None]:
-    """Set environment and signal mask for the start of a worker: signals of the job are blocked until it ignores them."""
-    with _start_lock:
+    """Set environment and signal mask for the start of a worker."""
+    with _start_lock, block_signals():
         before = {key: os.environ.get(key) for key in (*_ENVIRONMENT, *_AFFINITY)}
-        resource_tracker.ensure_running()  # of multiprocessing; its start would unblock the signals
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
         try:
             os.environ.update(_ENVIRONMENT)
             for key in _AFFINITY:
@@ -182,7 +201,6 @@ def _spawn_environment() -> Iterator[None]:
                     os.environ.pop(key, None)
                 else:
                     os.environ[key] = value
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 # ---- the worker
@@ -190,10 +208,8 @@ def _spawn_environment() -> Iterator[None]:
 
 def _serve(connection: Connection, pickled: bytes, label: str) -> None:
     """Answer requests until the parent closes the connection.   Answer: (error, pickle, buffer lengths, bytes of new memory)"""
-    for number in _JOB_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may ignore or block it
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    ignore_signals()
     os.setpgid(0, 0)
     die_with_parent()
     faulthandler.enable()
@@ -257,9 +273,13 @@ def _flatten(sample: Any, index: int, label: str) -> tuple[bytes, list[memoryvie
 def _create_shared(need: int, name: str) -> tuple[int, mmap.mmap]:
     """Return descriptor and mapping of new shared memory of at least ``need`` bytes."""
     size = align_up(need + need // 8)  # sizes vary
-    fd = os.memfd_create("hpcai-sample")
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("hpcai-sample")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
     try:
-        os.posix_fallocate(fd, 0, size)  # out of memory is an error here, but a bus error later
+        reserve(fd, size)  # out of memory is an error here, but a bus error later
         return fd, mmap.mmap(fd, size)
     except OSError as problem:
         os.close(fd)
@@ -275,6 +295,9 @@ def die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     sentinel = parent.sentinel
+    if not hasattr(fcntl, "F_SETSIG"):  # only Linux sends another signal
+        threading.Thread(target=lambda: (wait_for([sentinel]), os._exit(1)), daemon=True).start()
+        return
     fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)

@@ -213,7 +213,13 @@ def gather_rows_to_first(rows: Tensor, axis: Axis) -> Tensor:
             torch_dist.send(chunk, group=axis.group, group_dst=0)
         return rows[:0]
     row_bytes = rows.dtype.itemsize * math.prod(rows.shape[1:])
-    output = _allocate(sum(counts) * row_bytes)
+    size = sum(counts) * row_bytes
+    if size < _MMAP_FROM:
+        output = torch.empty(size, dtype=torch.uint8)
+    else:
+        with tempfile.TemporaryFile() as file:
+            file.truncate(size)
+            output = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     for rank, shard in enumerate(output.split([count * row_bytes for count in counts])):
         if rank == 0:
             shard.copy_(data)
@@ -225,11 +231,3 @@ def gather_rows_to_first(rows: Tensor, axis: Axis) -> Tensor:
 
 _CHUNK = 64 << 20  # bytes
 _MMAP_FROM = 1 << 30  # bytes from which the rows lie in a file
-
-
-def _allocate(size: int) -> Tensor:
-    if size < _MMAP_FROM:
-        return torch.empty(size, dtype=torch.uint8)
-    with tempfile.TemporaryFile() as file:
-        file.truncate(size)
-        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)

@@ -97,7 +97,10 @@ def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
         if watchdog is not None:
             watchdog.wait_for_ranks(_read_timeout().total_seconds())
         local_device = device if device is not None else _set_device(info)
-        _tune_host(local_device, info)
+        if local_device.type == "cpu":
+            retain_freed_memory()
+        elif os.environ.get("HPCAI_BIND") != "0" and (bound := bind_to_numa_node(local_device, info.local_world or 1)):
+            logger.info("rank %d: %s", info.rank, bound)
         if device is None and info.rank == 0 and (missing := explain_missing_gpu(local_device)):
             logger.info("%s", missing)
         if watchdog is not None:
@@ -283,13 +286,6 @@ def _claim_gpu(device: torch.device, info: RankInfo, store: torch_dist.Store) ->
             f"show all GPUs of the node to each task ({_SHOW_ALL_GPUS}), which uses that of its local rank, start fewer tasks on "
             "a node, or set HPCAI_SHARE_GPU=1 for a test"
         )
-
-
-def _tune_host(device: torch.device, info: RankInfo) -> None:
-    if device.type == "cpu":
-        retain_freed_memory()
-    elif os.environ.get("HPCAI_BIND") != "0" and (result := bind_to_numa_node(device, info.local_world or 1)):
-        logger.info("rank %d: %s", info.rank, result)
 
 
 def explain_missing_gpu(device: torch.device) -> str | None:

@@ -55,7 +55,9 @@ class Dimension:
         job = self._job
         if job is None or job is not torch_dist.group.WORLD:
             state = "no process group" if torch_dist.group.WORLD is None else "another process group than that of their mesh"
-            raise MeshError(f"ranks {_format_ranks(self.ranks)} first communicate within {state}; use it within its own start()")
+            few = len(self.ranks) < 9
+            ranks = ", ".join(map(str, self.ranks)) if few else f"{self.ranks[0]}, {self.ranks[1]} .. {self.ranks[-1]}"
+            raise MeshError(f"ranks {ranks} first communicate within {state}; use it within its own start()")
         if not self.purpose and len(self.ranks) == job.size():
             return job
         name = group_name(self.ranks, self.purpose)
@@ -75,10 +77,6 @@ def group_name(ranks: Sequence[int], purpose: str = "") -> Any:
     """Return the name of a group, the same on all its members, independent of their other groups."""
     digest = hashlib.sha1(" ".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     return f"hpcai {purpose} {digest}"
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) < 9 else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
 
 
 def _find_group(name: str) -> torch_dist.ProcessGroup | None:

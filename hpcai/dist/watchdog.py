@@ -133,13 +133,15 @@ class Watchdog:
 
     def _fail(self, error: BaseException) -> NoReturn:
         refused = isinstance(error, HpcaiError)
-        code = 2 if isinstance(error, ConfigError | MeshError | LaunchError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = 2 if isinstance(error, ConfigError | MeshError | LaunchError) else 1
         text = f"{type(error).__name__}: {error}" if refused else "".join(traceback.format_exception_only(error)).strip()
+        if interrupted := isinstance(error, KeyboardInterrupt):
+            code, text = getattr(error, "code", 130), "; ".join([f"interrupted by {error}", *getattr(error, "__notes__", ())])
         report = text
-        if not refused and code != 130:
+        if not refused and not interrupted:
             trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without start() itself
             report = "".join(traceback.format_exception(type(error), error, trace))
-        self.report_and_exit(text, report, code, refused, at_once=code == 130 and is_starting())
+        self.report_and_exit(text, report, code, refused, at_once=interrupted and is_starting())
 
     def report_and_exit(
         self, text: str, report: str, code: int = 1, refused: bool = False, at_once: bool = False,
@@ -335,18 +337,15 @@ class _Hub:
             self._stop_requests[message["boundary"]].steps[member.rank] = message["steps"]
         elif "left" in message:
             member.exit_code = message["left"]
-        self._announce_stop()
-        if sum(member.exit_code is not None for member in self._members.values()) == self._world:
-            self._done.set()
-
-    def _announce_stop(self) -> None:
-        """Send the step of each boundary once all remaining ranks have answered."""
+        # Each boundary gets its step once all remaining ranks have answered.
         remaining = {member.rank for member in self._members.values() if member.exit_code is None}
         for number, request in self._stop_requests.items():
             if not request.announced and len(self._members) == self._world and remaining <= request.steps.keys():
                 request.announced = True
-                for member in self._members.values():
-                    member.send(boundary=number, stop_at=max(request.steps.values(), default=0) + 1, reason=request.reason)
+                for other in self._members.values():
+                    other.send(boundary=number, stop_at=max(request.steps.values(), default=0) + 1, reason=request.reason)
+        if sum(member.exit_code is not None for member in self._members.values()) == self._world:
+            self._done.set()
 
     async def query_status(self, timeout: float) -> "dict[int, RankStatus]":
         members = [member for member in self._members.values() if member.exit_code is None]
@@ -491,7 +490,7 @@ def _wait_for_gloo_threads() -> None:
     before: list[str] | None = None
     for _ in range(100):
         states = []
-        for task in Path("/proc/self/task").iterdir():
+        for task in Path("/proc/self/task").glob("*"):
             with suppress(OSError):
                 if "gloo_runloop" in (task / "comm").read_text():
                     states.append((task / "status").read_text())

@@ -29,7 +29,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the same as ``swiglu``, by operations of torch."""
+    """Compute ``swiglu`` with operations of torch."""
     return F.silu(gate) * up
 
 
@@ -39,7 +39,7 @@ def geglu(x: Tensor) -> Tensor:
 
 
 def reference_geglu(x: Tensor) -> Tensor:
-    """Return the same as ``geglu``, with the gradient of autograd."""
+    """Compute ``geglu`` with the gradient of autograd."""
     value, gate = x.chunk(2, -1)
     return value * F.gelu(gate)
 

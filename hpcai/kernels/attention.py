@@ -38,7 +38,7 @@ def _fused(qkvg: Tensor) -> bool:
 
 
 def reference(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the same, computed for all rows together."""
+    """Compute attention for all rows together."""
     q, k, v, g = qkvg.permute(3, 0, 1, 4, 2, 5)  # [B, I, H, N, C]
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).to(wide) + ((1 - mask) * _ABSENT).to(wide)[..., None, None, :]

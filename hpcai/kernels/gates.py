@@ -38,13 +38,13 @@ def glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def reference_glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the same as ``glu_halves``, by operations of torch."""
+    """Compute ``glu_halves`` with operations of torch."""
     x, g = xg.chunk(2, 1)
     return reference(x, g, mask)
 
 
 def reference(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the same as ``gate``, by operations of torch."""
+    """Compute ``gate`` with operations of torch."""
     y = x * g.sigmoid()
     return y if mask is None else y * mask
 

@@ -30,7 +30,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, autocast_output: bool = False) -> Tensor:
-    """Return the same, by torch's operation."""
+    """Compute ``layer_norm`` with torch's operation."""
     y = torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return y.to(_autocast_dtype(y)) if autocast_output else y
 

@@ -31,7 +31,7 @@ def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Ten
 
 
 def reference(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
-    """Return the same from the outer products of all residues."""
+    """Compute the outer product mean from the outer products of all residues."""
     outer = torch.einsum("bsic,bsjd->bijcd", a, b).flatten(-2)
     return torch.nn.functional.linear(outer, weight, bias) / count[..., None]
 

@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, autocast_output: bool
 
 
 def reference(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """Return the same, by operations of torch."""
+    """Compute ``rms_norm`` with operations of torch."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
 

@@ -23,7 +23,7 @@ def triangle_multiplication(ab: Tensor, outgoing: bool) -> Tensor:
 
 
 def reference(ab: Tensor, outgoing: bool) -> Tensor:
-    """Return the same, with the gradient of autograd."""
+    """Compute the triangle multiplication with the gradient of autograd."""
     a, b = ab.chunk(2, 1)
     return a @ b.transpose(-1, -2) if outgoing else a.transpose(-1, -2) @ b
 

@@ -42,7 +42,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tens
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-    """Return the same with a mask [B, 1, T, S]."""
+    """Compute ``varlen_attention`` with a mask [B, 1, T, S]."""
     before = k.shape[2] - q.shape[2]
     mask = (documents[:, None, before:, None] == documents[:, None, None, :]).tril(before)
     return grouped_query_attention(q, k, v, mask)

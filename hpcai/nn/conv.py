@@ -23,8 +23,8 @@ Triple = tuple[int, ...]
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Return ``x`` [B, C, ...] in channels-last memory, a volume with its strides also for one channel: otherwise torch takes it
-    for contiguous, and makes every result of it contiguous. Under ``torch.func``, whose vmap knows no such memory, return ``x``."""
+    """Return ``x`` [B, C, ...] in channels-last memory. A volume of one channel gets its strides too, since torch would otherwise
+    treat it as contiguous. Under ``torch.func``, whose vmap does not support channels-last, return ``x`` itself."""
     if is_transformed():
         return x
     if x.ndim == 5 and x.shape[1] == 1 and x.is_contiguous():

@@ -337,7 +337,7 @@ def _transposed_windows(n: int, k: int, s: int, p: int, d: int, extra: int) -> t
 
 
 def _gather_output(partition: SpatialPartition, y: Tensor, out: Sizes) -> Tensor:
-    """Gather ``y`` along the dims in which it was computed in shards, but a level of ``out`` is replicated."""
+    """Gather ``y`` along the dims that are sharded in it and replicated at the size ``out``."""
     for dim, n in enumerate(out, 2):
         if y.shape[dim] != n and not partition.is_sharded(dim, n):
             y = partition.gather_dim(y, dim, n)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import stat
 import sys
@@ -27,6 +28,7 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
+from hpcai.host_limits import read_text
 from hpcai.parallel.pipeline_stages import StageOutput
 from hpcai.settings import StepConfig
 
@@ -159,9 +161,8 @@ def cache_key(settings: Mapping[str, Any]) -> str:
 def _cpu_id() -> list[str]:
     """Return the identity of the CPU: C++ kernels are built for it, and would crash on an older one."""
     names = r"^(?:model name|cpu family|model|flags|CPU implementer|CPU part|Features)\s*:.*$"
-    cpuinfo = Path("/proc/cpuinfo")
-    first = cpuinfo.read_text().split("\n\n")[0] if cpuinfo.exists() else ""
-    return [os.uname().machine, os.confstr("CS_GNU_LIBC_VERSION") or "", *re.findall(names, first, re.MULTILINE)]
+    first = read_text(Path("/proc/cpuinfo")).split("\n\n")[0]
+    return [os.uname().machine, " ".join(platform.libc_ver()), *re.findall(names, first, re.MULTILINE)]
 
 
 def restore_cache(folder: Path, key: str) -> bool:

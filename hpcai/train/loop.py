@@ -22,7 +22,7 @@ from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import TrainConfig
 from hpcai.stop import defer_interrupts
 from hpcai.train.checkpoint import VERSIONS, SavedCheckpoint
-from hpcai.train.checkpoint_reader import Progress
+from hpcai.train.checkpoint_reader import Progress, step_number
 from hpcai.train.evaluation import Evaluation, Metric, Position, SampleCache, choose_evaluation, serve_evaluations
 from hpcai.train.metrics import MetricSums, Value, means
 from hpcai.train.profile import Profile
@@ -144,7 +144,7 @@ class _Training:
         folder = self.run.directory
         with (
             self.run.flight_recorder.watch_hang(self.cfg.hang_after, self._describe_state),
-            self._log_divergence(),
+            self._explain_end(),
             StopSignals(self.mesh) as signals,
             ManualGC(self.cfg.collect_every) as self.collector,
             Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
@@ -168,12 +168,16 @@ class _Training:
         return self.result
 
     @contextmanager
-    def _log_divergence(self) -> Iterator[None]:
+    def _explain_end(self) -> Iterator[None]:
         try:
             yield
         except BaseException as problem:
             if self.checkpoints is not None:
                 self.checkpoints.wait_local()
+            if isinstance(problem, KeyboardInterrupt):
+                saved = self.checkpoints.paths()[-1:] if self.checkpoints is not None else []
+                start = f"resumes from step {step_number(saved[0])}" if saved else "starts from the beginning, without a checkpoint"
+                problem.add_note(f"it had made {self.progress.step} steps, and the same command {start}")
             if isinstance(problem, DivergedError):
                 where, seconds = self._position(), self.progress.seconds
                 self.reports.emit("stop", **where, reason="diverged", seconds=seconds, target_reached=False)

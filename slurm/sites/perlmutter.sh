@@ -13,5 +13,5 @@
 
 # Images are Shifter's, by name; its module of NCCL is that of the first page.
 if [ -n "${HPCAI_IMAGE:-}" ]; then
-  container=(shifter "--image=$HPCAI_IMAGE" --module=gpu,nccl-2.18)
+  container=(shifter "--image=$HPCAI_IMAGE" --module=gpu,nccl-plugin)
 fi

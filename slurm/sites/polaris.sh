@@ -10,7 +10,8 @@
 #PBS -l filesystems=home:eagle
 
 per_node=4
-mpiexec=(--depth=16 --cpu-bind depth)
+# GPU 0 is next to the last NUMA node, GPU 3 to the first.
+mpiexec=(--cpu-bind list:24-31,56-63:16-23,48-55:8-15,40-47:0-7,32-39)
 export NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1 NCCL_COLLNET_ENABLE=1 NCCL_NET="AWS Libfabric"
 export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/libraries/hwloc/lib/:${LD_LIBRARY_PATH:-}
 export FI_CXI_DISABLE_HOST_REGISTER=1 FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DEFAULT_CQ_SIZE=131072

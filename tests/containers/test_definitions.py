@@ -21,6 +21,7 @@ def test_a_definition_is_complete(name: str) -> None:
         assert (ROOT / source).exists() and target == "/opt/hpcai/src/", line
     assert final.source == "build" and {"environment", "runscript", "test", "help"} <= set(final.sections)
     assert all(re.fullmatch(r"debian:bookworm-\d{8}-slim", stage.header["from"]) for stage in (build, final)), "a dated image"
+    assert "libibverbs1 ibverbs-providers librdmacm1" in final.sections["post"], "NCCL uses TCP without them"
     assert "pip install" not in "".join(build.sections.values()), "packages come by their hashes, from a lock"
     assert f"make -C /opt/hpcai/src container VENV=/opt/hpcai/venv BACKEND={BACKENDS[name]}\n" in build.sections["post"]
 

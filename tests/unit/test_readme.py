@@ -1,4 +1,4 @@
-"""README: its notebook cells run, its settings exist, and no command installs another project's package."""
+"""README and pages: their notebook cells run, their settings exist, and no command installs another project's package."""
 
 import re
 import subprocess
@@ -49,10 +49,15 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def test_the_notebook_cells_run(runs: Path) -> None:
-    counts = torch.from_numpy(np.random.default_rng(0).poisson(2, (32, 32, 32, 4)).astype(np.int16))
-    names = run_cells("README.md", 2, {"counts": counts, "target": torch.zeros(4)})
-    assert set(names["model"].predict(counts)) == {"Omega_m", "sigma_8", "n_s", "H_0"}
+@pytest.mark.parametrize(("page", "cells"), [("README.md", 1), ("docs/first_hour.md", 2)])
+def test_the_first_cells_run(page: str, cells: int, runs: Path) -> None:
+    folder = runs.parent / "datasets/cosmoflow-small/validation"
+    folder.mkdir(parents=True)
+    with h5py.File(folder / "a.h5", "w") as file:
+        file["counts"] = np.random.default_rng(0).poisson(2, (2, 32, 32, 32, 4)).astype(np.int16)
+        file["target"] = np.zeros((2, 4), np.float32)
+    names = run_cells(page, cells, {})
+    assert set(names["model"].predict(names["universes"].read(0)["counts"])) == {"Omega_m", "sigma_8", "n_s", "H_0"}
 
 
 def test_the_cells_of_pages_run(runs: Path) -> None:
@@ -112,8 +117,8 @@ def test_settings_on_the_data_page_exist() -> None:
     assert readers == set(get_args(fields["reader"].annotation))
 
 
-def test_the_commands_that_check_this_page_have_tests() -> None:
-    commands = re.findall(r"\| `(tests[^`]*)` \|$", README, re.M)
+def test_the_commands_that_prove_claims_have_tests() -> None:
+    commands = re.findall(r"\| `(tests[^`]*)` \|$", (ROOT / "docs/claims.md").read_text(), re.M)
     assert len(commands) >= 12
     for command in commands:
         paths, _, keywords = command.partition(" -k ")

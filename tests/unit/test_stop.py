@@ -64,18 +64,25 @@ def test_an_ignored_hangup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
     """As nohup starts a program."""
     before, received = signal.signal(signal.SIGHUP, signal.SIG_IGN), []
     try:
-        with stop.on_signal(received.append), stop.interrupt_on_signal():
+        with stop.on_signal(received.append):
             os.kill(os.getpid(), signal.SIGHUP)
         assert not received and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_previous_handlers_are_restored_in_a_notebook() -> None:
-    before, received = signal.getsignal(signal.SIGUSR1), []
-    with stop.on_signal(received.append):
-        os.kill(os.getpid(), signal.SIGUSR1)
-    assert received == ["SIGUSR1"] and signal.getsignal(signal.SIGUSR1) is before
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
+def test_signals_of_schedulers_are_received_and_previous_handlers_restored(name: str) -> None:
+    number, received, missed = signal.Signals[name], [], []
+    before = signal.signal(number, lambda *_: missed.append(name))
+    try:
+        with stop.on_signal(received.append):
+            os.kill(os.getpid(), number)
+        assert (received, missed) == ([name], [])
+        os.kill(os.getpid(), number)
+        assert missed == [name], "the previous handler is restored"
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.fixture
@@ -98,3 +105,101 @@ def test_a_first_interrupt_is_deferred_and_a_second_one_is_not() -> None:
         signal.raise_signal(signal.SIGINT)
         completed.append("never")
     assert completed == ["complete"]
+
+
+SITE = """
+import os, signal, sys
+class Interruption:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["AT"]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), int(os.environ["NUMBER"]))
+if " ".join(sys.orig_argv[1:3]) == os.environ["PROGRAM"]:  # not in its children
+    sys.meta_path.insert(0, Interruption())
+"""
+SMALL = str(ROOT / "apps/cosmoflow/configs/small.yaml")
+
+
+def interrupt_at(folder: Path, text: str, module: str, number: int = signal.SIGINT) -> tuple[int, str, str]:
+    """Return exit code, output and errors of a command that gets a signal when it begins to import a module."""
+    (folder / "sitecustomize.py").write_text(SITE)
+    words, path = text.split(), f"{folder}:{ROOT}"
+    own = {"AT": module, "NUMBER": f"{number:d}", "PROGRAM": f"-m {words[0]}", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", *words]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child would inherit an ignored one
+    try:
+        process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=folder, env={**os.environ, **own})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output, errors
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "line"),
+    [
+        ("hpcai.cli report run", "numpy", "hpcai report: interrupted by Ctrl-C; pages that were written before are unchanged"),
+        ("hpcai.cli bench cosmoflow", "torch", "hpcai bench: interrupted by Ctrl-C"),
+        ("hpcai.cli ablate cosmoflow", "torch", "hpcai ablate: interrupted by Ctrl-C"),
+        ("hpcai.cli plan cosmoflow", "torch", "hpcai plan: interrupted by Ctrl-C"),
+        ("hpcai.cli data check run", "numpy", "hpcai data check: interrupted by Ctrl-C; nothing was left behind"),
+        ("hpcai.cli data stage a b", "numpy",
+         "hpcai data stage: interrupted by Ctrl-C; the same command keeps the files that are complete"),
+        ("hpcai.cli doctor", "importlib.metadata", "hpcai doctor: interrupted by Ctrl-C"),
+        ("hpcai.cli doctor --ranks", "torch", "hpcai doctor: interrupted by Ctrl-C"),
+        (f"hpcai.cli job cosmoflow {SMALL}", "pydantic", "hpcai job: interrupted by Ctrl-C"),
+        (f"hpcai.cli verify-resume cosmoflow {SMALL}", "torch", "hpcai verify-resume: interrupted by Ctrl-C"),
+        ("hpcai.cli replay run", "torch", "hpcai replay: interrupted by Ctrl-C"),
+        ("hpcai.cli checkpoint show run", "torch", "hpcai checkpoint: interrupted by Ctrl-C"),
+        ("hpcai.cli prepare cosmoflow simulate out", "numpy", "hpcai prepare: interrupted by Ctrl-C"),
+        ("hpcai.cli run cosmoflow small", "pydantic", "hpcai run: interrupted by Ctrl-C"),
+        (f"apps.cosmoflow {SMALL}", "pydantic", "apps.cosmoflow: interrupted by Ctrl-C"),
+        (f"apps.cosmoflow {SMALL}", "torch", "apps.cosmoflow: interrupted by Ctrl-C"),
+        ("apps.llm generate weights=x prompt=y", "torch",
+         "apps.llm.generate: interrupted by Ctrl-C; with a file of prompts, the same command continues those that are left"),
+        ("data_prep.text simulate out", "numpy", "data_prep.text: interrupted by Ctrl-C"),
+    ],
+)  # fmt: skip
+def test_ctrl_c_during_imports_ends_a_command_in_one_line(tmp_path: Path, command: str, module: str, line: str) -> None:
+    assert interrupt_at(tmp_path, command, module) == (130, "", f"{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGTERM, 143, "interrupted by SIGTERM"), (signal.SIGHUP, 129, "interrupted by SIGHUP"),
+        (signal.SIGUSR1, 2, "there is no app 'nothing'; "), (signal.SIGUSR2, 2, "there is no app 'nothing'; "),
+    ],
+)  # fmt: skip
+def test_signals_of_a_scheduler_to_a_command_that_does_not_train(tmp_path: Path, number: int, code: int, line: str) -> None:
+    end = interrupt_at(tmp_path, "hpcai.cli job nothing --site generic --nodes 1", "hpcai.config", number)
+    assert end[:2] == (code, "") and end[2].startswith(f"hpcai job: {line}") and end[2].count("\n") == 1, end
+
+
+PROGRAM = """
+import os, signal, sys, time, weakref
+from hpcai.stop import end_in_one_line
+class Resource: pass
+def swallow(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.01)
+with end_in_one_line("program", "nothing is lost"):
+    {body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("resource = Resource(); finalizer = weakref.ref(resource, swallow); del resource; time.sleep(9)", "nothing is lost"),
+        ("try: swallow()\n    except BaseException: raise ImportError('initialization failed')", "nothing is lost"),
+        ("try: swallow()\n    except BaseException as error: error.add_note('step 3'); raise", "step 3"),
+        ("os.kill(os.getpid(), signal.SIGUSR1); swallow()", "nothing is lost"),
+    ],
+    ids=["swallowed by a finalizer", "turned into another exception", "with a note", "after an ignored signal"],
+)
+def test_an_interruption_is_one_line_wherever_it_occurs(body: str, line: str) -> None:
+    code = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + PROGRAM.format(body=body)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    expected = f"program: interrupted by Ctrl-C; {line}\n"
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", expected)

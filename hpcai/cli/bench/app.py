@@ -36,7 +36,10 @@ def main(name: str, argv: Sequence[str]) -> int:
         print(json.dumps(benchmark.peak(benchmark.args.peak, benchmark.override_sets[0])))
         return 0
     result = {"bench": name, **machine_info(), **{part: benchmark.run_part(part) for part in benchmark.parts}}
-    return print_results(result | benchmark.missing_peers(), (*benchmark.parts, "left_out"), benchmark.args.json)
+    missing = [peer.package for peer in benchmark.workload.peers.values() if not find_spec(peer.package)]
+    if benchmark.args.peers and missing:
+        result["left_out"] = {"left out": f"not installed: {', '.join(missing)} (pip install 'hpcai-suite[peers]')"}
+    return print_results(result, (*benchmark.parts, "left_out"), benchmark.args.json)
 
 
 class AppBenchmark:
@@ -62,12 +65,13 @@ class AppBenchmark:
         self.mesh = dist.single_process()
 
     def run_part(self, part: str) -> list[Row]:
-        return [{**case_column(case), **row} for case in self.override_sets for row in getattr(self, f"_{part}")(case)]
-
-    def missing_peers(self) -> Row:
-        missing = [peer.package for peer in self.workload.peers.values() if not find_spec(peer.package)]
-        message = f"not installed: {', '.join(missing)} (pip install 'hpcai-suite[peers]')"
-        return {"left_out": {"left out": message}} if self.args.peers and missing else {}
+        """Return the rows of a part. The first column has the settings of a case; long mappings are truncated."""
+        rows = []
+        for case in self.override_sets:
+            pairs = (word.partition("=") for word in case)
+            settings = ", ".join(f"{name.rpartition('.')[2]} {shorten(value, 32)}" for name, _, value in pairs)
+            rows += [{"case": settings or "usual", **row} for row in getattr(self, f"_{part}")(case)]
+        return rows
 
     def settings(self, case: Sequence[str], *more: str) -> Any:
         return self.workload.complete_settings(config.load(self.workload.settings, None, [*case, *more]))
@@ -124,12 +128,6 @@ class AppBenchmark:
             run()
         synchronize()
         return {"mb": peak_mb()}
-
-
-def case_column(case: Sequence[str]) -> Row:
-    """Return the settings of a case as the first column of its row; long mappings are truncated."""
-    pairs = (word.partition("=") for word in case)
-    return {"case": ", ".join(f"{name.rpartition('.')[2]} {shorten(value, 32)}" for name, _, value in pairs) or "usual"}
 
 
 def timing_row(seconds: Mapping[str, float]) -> Row:

@@ -4,6 +4,8 @@ import argparse
 import gc
 import json
 import os
+import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import torch
 
 from hpcai import cli
 from hpcai.cli import tables
+from hpcai.host_limits import read_text
 
 Row = dict[str, Any]
 
@@ -70,8 +73,8 @@ def peak_mb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e6
     # Not getrusage, whose maximum a child inherits from its parent.
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024 / 1e6
+    peak = re.search(r"^VmHWM:\s*(\d+)", read_text(Path("/proc/self/status")), re.M)  # only Linux has it
+    return int(peak[1]) * 1024 / 1e6 if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 def run_in_subprocess(args: Sequence[str], limit: float | None = None, environ: Mapping[str, str] = MappingProxyType({})) -> Row:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hpcai.cli.check.findings import Outcome
 
 _OWN_ARGUMENTS = ("directory", "strict", "json", "index")
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,9 +32,6 @@ def main(argv: Sequence[str]) -> int:
         except HpcaiError as error:
             print(f"hpcai data check: {printable(str(error))}", file=sys.stderr)
             return 2
-        except KeyboardInterrupt:
-            print("hpcai data check: interrupted; nothing was left behind", file=sys.stderr)
-            return INTERRUPTED
         ignore_broken_pipe(lambda: print(*map(printable, report_lines(outcome, args.strict)), sep="\n"))
     if args.json is not None:
         findings.write_json(args.json, outcome.as_json())

@@ -102,6 +102,6 @@ def _measure_reads(files: "Sequence[DataFile]", sample_bytes: int, reader: Reade
 
 def evict(path: Path) -> None:
     """Drop a file from the page cache."""
-    with suppress(OSError), path.open("rb", buffering=0) as file:
-        os.fdatasync(file.fileno())  # dirty pages would stay
+    with suppress(OSError, AttributeError), path.open("rb", buffering=0) as file:  # macOS has no such call
+        os.fsync(file.fileno())  # dirty pages would stay
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -11,8 +11,8 @@ import numpy as np
 
 from hpcai import log
 from hpcai.cli.check import disk, inspection
-from hpcai.cli.check.findings import KINDS, Options, Outcome, Summary, divide_into_batches, finding
-from hpcai.cli.check.inspection import MAX_NAMED_ROWS, Bounds, Inspection
+from hpcai.cli.check.findings import EVALUATED, KINDS, Options, Outcome, Summary, divide_into_batches, finding
+from hpcai.cli.check.inspection import Bounds, Inspection
 from hpcai.cli.check.manifest import SPLITS, DataFile, Split, find_splits
 from hpcai.cli.check.pool import Pool
 from hpcai.cli.findings import SEVERITIES
@@ -169,7 +169,8 @@ class _Examination:
                 bounds_of_field = bounds.get(name, Bounds())
                 low, high = ("any" if bound is None else f"{bound:g}" for bound in (bounds_of_field.low, bounds_of_field.high))
                 fields = {"all": file.rows, "value": faults[0][1], "low": low, "high": high}
-                rows = _format_rows([row for row, _ in faults], statistics.counts[code])
+                count, names = statistics.counts[code], ", ".join(str(row) for row, _ in faults)
+                rows = f"row {names}" if count == 1 else f"rows {names}{' ...' * (count > len(faults))} ({count:,})"
                 self.add(code, file.path, name, row=faults[0][0], rows=rows, **fields)
 
     # ---- comparisons between files
@@ -248,7 +249,7 @@ class _Examination:
         if self.options.batch is not None or self.options.world is not None:
             world = self.options.world or 1
             division, more_findings = divide_into_batches(split.path, samples, self.options.batch or world, world)
-            self.findings += more_findings
+            self.findings += more_findings if split.name not in EVALUATED else ()  # each of their samples is used once
         size, verified = sum(file.size for file in split.files), sum(file.verified for file in split.files)
         return Summary(split.name, len(split.files), samples, size, verified, _common_fields(split), division)
 
@@ -268,12 +269,6 @@ def _common_fields(split: Split) -> dict[str, str]:
     files = [sorted(file.fields, key=lambda data: data.name) for file in split.files if file.complete]
     counts = Counter(tuple((x.name, f"{x.dtype} {_format_shape(split.row_shape(x))}") for x in fields) for fields in files)
     return dict(counts.most_common(1)[0][0]) if counts else {}
-
-
-def _format_rows(rows: Sequence[int], count: int) -> str:
-    """Return ``row 3`` or ``rows 3, 4, 9 ... (120)``."""
-    names = ", ".join(map(str, rows[:MAX_NAMED_ROWS])) + (" ..." if count > len(rows) else "")
-    return f"row {names}" if count == 1 else f"rows {names} ({count:,})"
 
 
 def _format_shape(shape: Sequence[Any] | str) -> str:

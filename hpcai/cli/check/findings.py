@@ -71,6 +71,9 @@ class Options(BaseModel):
                 raise ValueError(f"range {name}={low:g}:{high:g}: expected the least value first")
         return self
 
+EVALUATED = ("validation", "test")
+"""Splits of which each sample is used once, in batches of any size: last_batch="keep" of ``hpcai.data.Loader``."""
+
 
 def divide_into_batches(path: Path, samples: int, batch: int, world: int) -> tuple[dict[str, int], list[Finding]]:
     """Divide the samples of a split into batches, with the rest dropped, or padded by repeated samples. Return the counts, and

@@ -31,19 +31,15 @@ def write_indexes(directory: Path, outcome: Outcome, *, progress: Callable[[Prog
             is_repairable = any(f.repairable and f.path == path for f in outcome.findings)
             if split.index is None and split.files and is_repairable:
                 lines += _make_index(split, pool)
-            elif problem := _table_problem(split, outcome):
+            elif errors := [f for f in outcome.findings if f.severity == "error" and split.path in (f.path, f.path.parent)
+                            and f.code in _UNFIT and not f.repairable]:  # fmt: skip
+                problem = f"{errors[0].path.name}: {errors[0].text}"
                 lines.append(f"{path}: refused: no table while files differ from the index ({problem})")
             elif _write_table(split, pool):
                 lines.append(f"{path}: has a table of {len(split.files):,} files now")
             else:
                 lines.append(f"{path}: refused: a table is of HDF5 files alone")
     return lines
-
-
-def _table_problem(split: Split, outcome: Outcome) -> str:
-    """Return the reason why a split cannot have a table (a wrong index, or files that do not match it), or ""."""
-    errors = (f for f in outcome.findings if f.severity == "error" and split.path in (f.path, f.path.parent) and f.code in _UNFIT)
-    return next((f"{f.path.name}: {f.text}" for f in errors if not f.repairable), "")
 
 
 def _write_table(split: Split, pool: Pool) -> bool:

@@ -131,7 +131,12 @@ def describe(path: Path, rows: int | None) -> list[DatasetInfo]:
     """Return the datasets of a file, each once, even if several links lead to it. A .npy file is one row, unless its first dim is
     ``rows`` of the index. Raises DataError, and the exceptions of h5py for a damaged file."""
     if path.suffix == ".npy":
-        return [_describe_array(path, rows)]
+        try:
+            stored = layout.npy_layout(path)
+        except layout.UnreadableLayoutError as error:
+            return [DatasetInfo(ARRAY, (1,), "?", 1, "elsewhere", str(error).removeprefix(f"{path}: "))]
+        shape = stored.shape if rows != 1 and stored.shape[:1] == (rows,) else (1, *stored.shape)
+        return [DatasetInfo(ARRAY, shape, stored.dtype.str, stored.dtype.itemsize, "contiguous", offset=stored.offset or 0)]
     with h5py.File(path, "r", locking=False) as file:
         names: list[str] = []
         file.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
@@ -167,15 +172,6 @@ def _describe_dataset(file: h5py.File, name: str) -> DatasetInfo:
     return DatasetInfo(kind="compressed" if "why" in kwargs else "chunked", **kwargs)
 
 
-def _describe_array(path: Path, rows: int | None) -> DatasetInfo:
-    try:
-        stored = layout.npy_layout(path)
-    except layout.UnreadableLayoutError as error:
-        return DatasetInfo(ARRAY, (1,), "?", 1, "elsewhere", str(error).removeprefix(f"{path}: "))
-    shape = stored.shape if rows != 1 and stored.shape[:1] == (rows,) else (1, *stored.shape)
-    return DatasetInfo(ARRAY, shape, stored.dtype.str, stored.dtype.itemsize, "contiguous", offset=stored.offset or 0)
-
-
 def read_headers(path: Path, rows: int | None) -> Iterator[Any]:
     yield Inspection(describe(path, rows))
 
@@ -192,7 +188,15 @@ def read_content(path: Path, rows: int | None, bounds: Mapping[str, Bounds], key
     inspection = Inspection([], digest.hexdigest())
     try:
         inspection.fields = describe(path, rows)
-        yield from _read_statistics(path, inspection, bounds, keys)
+        readable = [dataset for dataset in inspection.fields if dataset.readable]
+        if keys is None or (keys and not {dataset.name for dataset in readable} & set(keys)):
+            keys = {dataset.name for dataset in [widest(readable)] if dataset is not None}
+        for dataset in readable:
+            statistics = RowStatistics(bounds.get(dataset.name, Bounds()), dataset.name in keys)
+            inspection.statistics[dataset.name] = statistics
+            for first, part in _read_parts(path, dataset):
+                statistics.add(first, part)
+                yield 0
     except Exception as error:  # from h5py for a damaged file, whose SHA-256 is still reported
         inspection.problem = str(error)
     evict(path)
@@ -201,17 +205,6 @@ def read_content(path: Path, rows: int | None, bounds: Mapping[str, Bounds], key
 
 def widest(fields: Sequence[DatasetInfo]) -> DatasetInfo | None:
     return max((data for data in fields if data.readable), key=lambda data: (data.row_bytes, data.name), default=None)
-
-
-def _read_statistics(path: Path, file: Inspection, bounds: Mapping[str, Bounds], keys: Collection[str] | None) -> Iterator[int]:
-    readable = [dataset for dataset in file.fields if dataset.readable]
-    if keys is None or (keys and not {dataset.name for dataset in readable} & set(keys)):
-        keys = {dataset.name for dataset in [widest(readable)] if dataset is not None}
-    for dataset in readable:
-        statistics = file.statistics[dataset.name] = RowStatistics(bounds.get(dataset.name, Bounds()), dataset.name in keys)
-        for first, part in _read_parts(path, dataset):
-            statistics.add(first, part)
-            yield 0
 
 
 def _read_parts(path: Path, dataset: DatasetInfo) -> Iterator[tuple[int, np.ndarray]]:

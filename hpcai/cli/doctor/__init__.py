@@ -19,7 +19,6 @@ from pathlib import Path
 from hpcai.cli import make_parser, tables
 from hpcai.errors import ConfigError
 from hpcai.host_limits import allowed_cpus, count_cpus
-from hpcai.kernels import triton_support
 
 DISTRIBUTION = "hpcai-suite"
 EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
@@ -76,6 +75,8 @@ def installation() -> Iterator[tuple[str, str]]:
     yield "machine", f"{platform.platform()}, {cores} cores to use{quota}"
     for name in PROBES:
         yield from probe(name).items()
+    from hpcai.kernels import triton_support  # imports torch
+
     yield "Triton kernels", triton_support.MISSING or "can be compiled"
     for name in EXTRAS:
         try:

@@ -128,8 +128,8 @@ def measure_links(channel: Channel, rank: int, nodes: Sequence[str], seconds: fl
 
 
 def measure_link(channel: Channel, sends_first: bool, other: int) -> tuple[float, float]:
-    """Return the median latency one way in seconds, and the best rate each way in bytes per second, as other programs only reduce
-    it."""
+    """Return the median one-way latency in seconds, and the best rate per direction in bytes per second: other programs on the
+    network can only lower a rate."""
     message = torch.zeros(8, dtype=torch.uint8, device=channel.device)
     out, into = (torch.zeros(_EXCHANGE_BYTES, dtype=torch.uint8, device=channel.device) for _ in range(2))
 

@@ -94,7 +94,7 @@ def measure_folder(folder: Path, token: str, rank: int, seconds: float, clock: C
         with open(path, "xb", buffering=0) as file:
             while size < min(MAX_BYTES, result.free // 4) and (not size or clock() < start + seconds):
                 size += file.write(chunk)
-                os.fdatasync(file.fileno())
+                os.fsync(file.fileno())
         result = replace(result, write=size / max(clock() - start, 1e-9))
         evict(path)
         read_bytes, start = 0, clock()

@@ -14,24 +14,30 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from hpcai.cli import make_parser, tables
-from hpcai.cli.plan.planner import Job, Planner
 from hpcai.plan import machines
 from hpcai.plan.machines import MACHINES, Machine
+
+if TYPE_CHECKING:
+    from hpcai.cli.plan.planner import Job, Planner
 
 Row = dict[str, Any]
 
 
 def main(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
+
+    from rich.console import Console
+
+    from hpcai.cli.plan.planner import Planner  # imports torch
+
     files = [arg for arg in args.overrides if arg.endswith((".yaml", ".yml"))][:1]
     planner = Planner(args.app, [arg for arg in args.overrides if arg not in files], files[0] if files else None)
     result: Row = {"plan": args.app, "source": planner.training.source}
-    with Console(stderr=True).status("tracing a step"):
+    with Console(stderr=True).status("") as status:
+        planner.report = status.update
         if args.check:
             result["check"] = check_published(planner)
         else:
@@ -40,8 +46,12 @@ def main(argv: Sequence[str]) -> int:
             result |= {"machine": on.name, "slower": slowdown}
             on, ways = replace(on, slowdown=slowdown), args.ways or planner.ways
             result["axes"] = planner.fixed_axes()
-            jobs = {gpus: fastest_jobs(planner, gpus, ways, on, args.evaluate) for gpus in args.gpus}
-            result["jobs"] = {gpus: [job_row(job, on) for job in fastest] for gpus, fastest in jobs.items()}
+            result["jobs"] = {}
+            for gpus in args.gpus:
+                fastest: dict[int, Job] = {}  # for each of the ways, in their order
+                for job in planner.plan_jobs(gpus, ways, on, args.evaluate):
+                    fastest.setdefault(job.ways, job)
+                result["jobs"][gpus] = [job_row(fastest[n], on) for n in ways if n in fastest]
     print(json.dumps(result)) if args.json else print_tables(result)
     return 0
 
@@ -64,13 +74,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def fastest_jobs(planner: Planner, gpus: int, ways: Sequence[int], machine: Machine, evaluating: int) -> list[Job]:
-    """Return the fastest job on ``gpus`` for each of ``ways``."""
-    jobs = planner.plan_jobs(gpus, ways, machine, evaluating)
-    return [next(job for job in jobs if job.ways == n) for n in ways if any(job.ways == n for job in jobs)]
-
-
-def job_row(job: Job, on: Machine) -> Row:
+def job_row(job: "Job", on: Machine) -> Row:
     step, peak, lean, _ = job.fit
     return {
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.capacity / 1e9,
@@ -80,7 +84,7 @@ def job_row(job: Job, on: Machine) -> Row:
     }  # fmt: skip
 
 
-def check_published(planner: Planner) -> list[Row]:
+def check_published(planner: "Planner") -> list[Row]:
     """Return rows with the published value, the prediction with the slowdown of the first step, and the lower bound."""
     rows = []
     for index, point in enumerate(planner.training.published):

@@ -97,6 +97,7 @@ class Planner:
         self.name, self.training, self.overrides, self.kernels = name, find_training(name), tuple(overrides), kernels
         self._default_yaml = Path(inspect.getfile(type(self.training))).parent / "configs" / self.training.yaml
         self.yaml = yaml or self._default_yaml
+        self.report: Callable[[str], object] = lambda text: None  # called before each step is traced, which takes seconds
         self._stage_output: Any = None  # what a stage sends
         self._recorded: dict[Any, list[tuple[float, Recorded]]] = {}
         self._settings: dict[Overrides, Any] = {}
@@ -135,6 +136,8 @@ class Planner:
         ``per_replica`` samples, at ``stage_rank`` along the axis pipeline, with ``micro_batches`` times as many samples."""
         key = ways, replicas, per_replica, tuple(overrides), stage_rank, micro_batches
         if key not in self._recorded:
+            layout = f"{replicas} replicas over {ways} GPUs each, {per_replica} samples a replica"
+            self.report(f"step {len(self._recorded) + 1}, traced once: {layout} {' '.join(overrides)}")
             self._recorded[key] = [(weight, self._record(*key, variant)) for variant, weight in self.training.step_variants.items()]
         return self._recorded[key]
 
@@ -162,7 +165,12 @@ class Planner:
                 step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # with gradient buckets as for several
                 directions = cfg.step.optimizer == "lamb" and [torch.zeros_like(state.weights) for state in step.optimizer.states]
                 batch = paper.empty_like(example)
-                _record_once(paper, step)
+                sums: Any = step.reducer  # the reduction of gradients, and the work before and after it, is once per step
+                for owner, name in (
+                    (sums, "all_gather_parameters"), (sums, "zero_grad"), (sums, "reduce"),
+                    *((bucket, "launch") for bucket in sums.buckets),
+                ):  # fmt: skip
+                    setattr(owner, name, paper.once_per_step(getattr(owner, name)))
                 with paper.record() as record:
                     step.reducer.all_gather_parameters()
                     if recorder is not None:
@@ -417,15 +425,6 @@ def _record_update(paper: StepTracer, step: Step) -> None:
         paper.add_kernel(
             "update", 2 * sum(x.nbytes for x in tensors if x is not None) + 2 * (0 if gradient is None else gradient.nbytes)
         )
-
-
-def _record_once(paper: StepTracer, step: Step) -> None:
-    """Record the reduction of gradients, and the work before and after it, once per step and not for each micro-batch."""
-    sums: Any = step.reducer
-    for owner, name in (
-        (sums, "all_gather_parameters"), (sums, "zero_grad"), (sums, "reduce"), *((bucket, "launch") for bucket in sums.buckets),
-    ):  # fmt: skip
-        setattr(owner, name, paper.once_per_step(getattr(owner, name)))
 
 
 def _scale_events(events: Sequence[Event], ways: int, recorded: int, replicas: int) -> list[Event]:

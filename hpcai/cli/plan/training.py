@@ -1,8 +1,12 @@
 """Declaration of a training to plan: ``apps/<name>/plan.py`` has a class ``Plan``, a ``PlannedTraining``."""
 
+import inspect
 import math
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -84,7 +88,13 @@ class PlannedTraining:
     preparation_seconds: Callable[[np.random.Generator, Any], np.ndarray] | None = None
     """(random, shape) -> seconds in which a worker prepares samples; None: negligible"""
     workers: int = 8
-    published: Sequence[Published]
+
+    @cached_property
+    def published(self) -> Sequence[Published]:
+        """The entries of published.toml beside the subclass. A step may have ``samples_per_s`` in place of ``value``."""
+        path = Path(inspect.getfile(type(self))).with_name("published.toml")
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))["published"]
+        return [Published(**{"value": e["batch"] / e.pop("samples_per_s")} if "samples_per_s" in e else {}, **e) for e in entries]
 
     def build(self, cfg: Any, mesh: Mesh) -> nn.Module:
         return self.workload.build(cfg, mesh, self.workload.available_switches(cfg, mesh))

@@ -6,25 +6,29 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpcai.cli.report import comparison
-from hpcai.cli.report.curves import plots
-from hpcai.cli.report.document import render_page
-from hpcai.cli.report.run import describe_error, read_run
-from hpcai.cli.report.theme import DARK, LIGHT, Plot
 from hpcai.errors import DataError
 from hpcai.json_file import check_fields
+from hpcai.lazy import attach
 from hpcai.log import METRICS
 
+if TYPE_CHECKING:
+    from hpcai.cli.report.theme import Plot
+
+FILE = "comparison.html"
+__getattr__, __all__ = attach(__name__, {".run": ["read_run"]})
 _EXPECTED = "events and settings as a run of this version writes them"
 
 
 def draw_run(run: Path) -> Path:
     """Render the run in the directory ``run``, and return the path of the page. Raises DataError if there is no run."""
+    from hpcai.cli.report import curves, document, read_run
+
     record = read_run(run)
     with check_fields(f"{run / METRICS} or settings.yaml", _EXPECTED, DataError):
-        images = {plot: pictures for plot in plots(record) if (pictures := _render(record.left_out, plot))}
-        page = render_page(record, images)
+        images = {plot: pictures for plot in curves.plots(record) if (pictures := _render(record.left_out, plot))}
+        page = document.render_page(record, images)
     folder = run / "plots"
     folder.mkdir(exist_ok=True)
     for plot, (light, _) in images.items():
@@ -37,12 +41,14 @@ def draw_run(run: Path) -> Path:
 def compare_runs(runs: Sequence[Path], output: Path | None = None) -> Path:
     """Render several runs on one page, in their common parent folder or in the file ``output``, and return its path. Raises
     DataError if one is no run, or the page cannot be written."""
+    from hpcai.cli.report import comparison, read_run
+
     overview = comparison.Comparison([read_run(run) for run in runs])
     with check_fields(f"{METRICS} or settings.yaml of {', '.join(map(str, runs))}", _EXPECTED, DataError):
         names = overview.metrics()
         images = {plot: pictures for plot in comparison.plots(overview, names) if (pictures := _render(overview.left_out, plot))}
         page = comparison.render_page(overview, comparison.columns(overview, names), images)
-    path = output or overview.folder / comparison.FILE
+    path = output or overview.folder / FILE
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -50,8 +56,11 @@ def compare_runs(runs: Sequence[Path], output: Path | None = None) -> Path:
     return path
 
 
-def _render(left_out: list[str], plot: Plot) -> tuple[bytes, bytes] | None:
+def _render(left_out: list[str], plot: "Plot") -> tuple[bytes, bytes] | None:
     """Return the plot in the light and in the dark theme, or None if it fails."""
+    from hpcai.cli.report.run import describe_error
+    from hpcai.cli.report.theme import DARK, LIGHT
+
     try:
         return plot.png(LIGHT), plot.png(DARK)
     except Exception as error:  # a failed plot is left out, and the page is still written
@@ -62,7 +71,7 @@ def _render(left_out: list[str], plot: Plot) -> tuple[bytes, bytes] | None:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hpcai report", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"directory of a run, which contains {METRICS}")
-    output = f"page of several runs ({comparison.FILE} in their common parent folder)"
+    output = f"page of several runs ({FILE} in their common parent folder)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(argv)

@@ -22,7 +22,6 @@ from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import PALETTE, WIDTH, Plot, Theme, escape_mathtext
 from hpcai.log import flatten, format_duration, format_number
 
-FILE = "comparison.html"
 SEED = "train.seed"
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (7, 2, 1, 2)))
 UNITS = ((7200.0, 3600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))

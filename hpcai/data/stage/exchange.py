@@ -14,16 +14,18 @@ from hpcai.dist.mesh import Mesh
 
 
 class Exchange:
-    """Broadcasts within a ring, and sums over the job. The base class is for a single rank. One thread makes all calls;
-    construction and ``close`` are collective.   ``rings``: the ranks of every ring, equal on all ranks"""
-
-    name = "none"
+    """Broadcasts within a ring by gloo, and sums over the job. One thread makes all calls; construction and ``close`` are
+    collective.   ``rings``: the ranks of every ring, equal on all ranks"""
 
     def __init__(self, mesh: Mesh, rings: Sequence[Sequence[int]]) -> None:
-        self._everyone = mesh.peers
+        self._everyone, self.name = mesh.peers, "gloo" if mesh.world > 1 and rings else "none"
+        groups = [torch_dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None for ranks in rings]
+        self._ring: Any = next((group for group, ranks in zip(groups, rings) if mesh.rank in ranks), None)
 
     def broadcast(self, block: np.ndarray, root: int) -> None:
         """Broadcast ``block`` from the rank at position ``root`` of the ring.   [n] uint8"""
+        if self._ring is not None:
+            torch_dist.broadcast(torch.from_numpy(block), group=self._ring, group_src=root)
 
     def sum(self, values: np.ndarray) -> None:
         """Sum ``values`` over the job, in place.   [n] int64"""
@@ -31,21 +33,6 @@ class Exchange:
 
     def close(self) -> None:
         """Free the communicators."""
-
-
-class _GlooExchange(Exchange):
-    name = "gloo"
-
-    def __init__(self, mesh: Mesh, rings: Sequence[Sequence[int]]) -> None:
-        super().__init__(mesh, rings)
-        groups = [torch_dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None for ranks in rings]
-        self._ring = next((group for group, ranks in zip(groups, rings) if mesh.rank in ranks), None)
-
-    def broadcast(self, block: np.ndarray, root: int) -> None:
-        if self._ring is not None:
-            torch_dist.broadcast(torch.from_numpy(block), group=self._ring, group_src=root)
-
-    def close(self) -> None:
         if self._ring is not None:
             torch_dist.destroy_process_group(self._ring)
 
@@ -53,11 +40,9 @@ class _GlooExchange(Exchange):
 class _MPIExchange(Exchange):
     """MPI progresses only within its calls: a rank must not wait for anything else while a collective is in flight."""
 
-    name = "MPI"
-
     def __init__(self, mesh: Mesh, rings: Sequence[Sequence[int]]) -> None:
-        super().__init__(mesh, rings)
-        self._world = mpi_communicator().Dup()
+        super().__init__(mesh, [])
+        self.name, self._world = "MPI", mpi_communicator().Dup()
         number = next((number for number, ranks in enumerate(rings) if mesh.rank in ranks), len(rings))
         self._ring = self._world.Split(number, mesh.rank)
 
@@ -81,5 +66,4 @@ def _wait(request: Any) -> None:
 
 
 def open_exchange(mesh: Mesh, rings: Sequence[Sequence[int]]) -> Exchange:
-    kind = Exchange if mesh.world == 1 else _GlooExchange if mpi_communicator() is None else _MPIExchange
-    return kind(mesh, rings)
+    return (Exchange if mesh.world == 1 or mpi_communicator() is None else _MPIExchange)(mesh, rings)

@@ -126,12 +126,8 @@ class DiT(PretrainedMixin):
             y, c = run_block(block, cfg.recompute, y, embedded, classes)
             conditions.append(c)
         shift, scale = self.proj_out_1(F.silu(conditions[0])).chunk(2, -1)  # the embedding of the first block
-        return self._unpatchify(self.proj_out_2(modulate(y, shift, scale)))
-
-    def _unpatchify(self, y: Tensor) -> Tensor:
-        """[B, T, patch patch C] -> [B, C, S, S]"""
-        patch, n = self.cfg.patch, self.cfg.size // self.cfg.patch
-        return y.unflatten(2, (patch, patch, -1)).unflatten(1, (n, n)).permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
+        y, n = self.proj_out_2(modulate(y, shift, scale)), cfg.size // cfg.patch  # y [B, T, patch patch C]
+        return y.unflatten(2, (cfg.patch, cfg.patch, -1)).unflatten(1, (n, n)).permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
 def position_embedding(cfg: DiTConfig, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:

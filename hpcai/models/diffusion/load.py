@@ -60,9 +60,9 @@ def read_folder(path: str | Path) -> tuple[Settings, State]:
     unexpected, damaged, not finite, not floating point, or of other shapes; ConfigError for an unsupported class or setting."""
     path = Path(path)
     kind, cfg = _settings(path)
-    opened = open_tensors(path / _INDEX if (path / _INDEX).exists() else path / FILE)
+    file = path / (_INDEX if (path / _INDEX).exists() else FILE)
     tensors: State = {}
-    for name, lazy in opened.items():
+    for name, lazy in open_tensors(file).items():
         tensor = lazy[tuple(slice(None) for _ in lazy.size)]
         if not tensor.is_floating_point():
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -74,7 +74,14 @@ def read_folder(path: str | Path) -> tuple[Settings, State]:
     weights.check_claims(path / CONFIG, cfg, {name: x.shape for name, x in state.items()})
     with torch.device("meta"):
         expected = kind.network(cfg).state_dict()
-    _check_tensors(path, {name: list(x.shape) for name, x in state.items()}, {name: list(x.shape) for name, x in expected.items()})
+    missing, unknown = [name for name in expected if name not in state], [name for name in state if name not in expected]
+    if missing or unknown:
+        errors = [f"has no {_summarize(missing)}"] if missing else []
+        errors += [f"has {_summarize(unknown)}, which no module of the settings has"] if unknown else []
+        raise CheckpointError(f"{file}: {', and '.join(errors)}; is {CONFIG} that of these weights?")
+    if other := next((name for name, x in expected.items() if state[name].shape != x.shape), None):
+        shapes = f"{other} is {list(state[other].shape)}, the settings make it {list(expected[other].shape)}"
+        raise CheckpointError(f"{file}: {shapes}; is {CONFIG} that of these weights?")
     return cfg, state
 
 
@@ -148,18 +155,6 @@ def to_config(cfg: Settings) -> tuple[DiffusersClass | None, dict[str, Any]]:
     """Return the class and config.json of settings, or (None, {}) if diffusers has no class for them."""
     converted = ((kind, config) for kind in DIFFUSERS_CLASSES.values() if (config := kind.to_config(cfg)) is not None)
     return next(converted, (None, {}))
-
-
-def _check_tensors(path: Path, actual: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
-    file = path / (_INDEX if (path / _INDEX).exists() else FILE)
-    missing, unknown = [name for name in expected if name not in actual], [name for name in actual if name not in expected]
-    if missing or unknown:
-        errors = [f"has no {_summarize(missing)}"] if missing else []
-        errors += [f"has {_summarize(unknown)}, which no module of the settings has"] if unknown else []
-        raise CheckpointError(f"{file}: {', and '.join(errors)}; is {CONFIG} that of these weights?")
-    if other := next((name for name in expected if actual[name] != expected[name]), None):
-        shapes = f"{other} is {actual[other]}, the settings make it {expected[other]}"
-        raise CheckpointError(f"{file}: {shapes}; is {CONFIG} that of these weights?")
 
 
 def _summarize(names: Sequence[str]) -> str:

@@ -54,13 +54,6 @@ def uniforms(
     return _draw(philox.uniform, seed, use, index, epoch, size, box, dtype)
 
 
-def philox_key(seed: int) -> int:
-    """Return the key of a seed, a different one for each of 2^64 seeds."""
-    if not 0 <= seed < 1 << 64:
-        raise ConfigError(f"noise: seed is {seed}; expected 0 to 2^64 - 1")
-    return (seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
-
-
 def _draw(
     draw: Callable[..., Tensor], seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int], box: Box | None,
     dtype: torch.dtype,
@@ -82,7 +75,10 @@ def _draw(
     first = (starts + (use << shift)).expand(len(index), -1)
     high: Any = (epoch.long() if isinstance(epoch, Tensor) else epoch) << _INDICES
     upper = (index.long() + high)[:, None].expand(first.shape)
-    numbers: Tensor = draw(philox_key(seed), first, count, upper=upper, dtype=dtype)
+    if not 0 <= seed < 1 << 64:
+        raise ConfigError(f"noise: seed is {seed}; expected 0 to 2^64 - 1")
+    key = (seed + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
+    numbers: Tensor = draw(key, first, count, upper=upper, dtype=dtype)
     return numbers.view(len(index), *(stop - start for start, stop in ranges))
 
 

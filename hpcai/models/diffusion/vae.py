@@ -73,7 +73,7 @@ class Middle(nn.Module):
 
 
 class Encoder(nn.Module):
-    """[B, 3, H, W] -> [B, 2L, h, w]"""
+    """Encode images to mean and log variance of latents.   [B, 3, H, W] -> [B, 2L, h, w]"""
 
     def __init__(self, cfg: VAEConfig) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """[B, L, h, w] -> [B, 3, H, W]"""
+    """Decode latents to images.   [B, L, h, w] -> [B, 3, H, W]"""
 
     def __init__(self, cfg: VAEConfig) -> None:
         super().__init__()

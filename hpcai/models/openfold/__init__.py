@@ -1,7 +1,7 @@
 """OpenFold: protein structure prediction from a sequence and its multiple sequence alignment, as in AlphaFold 2."""
 
 from hpcai.lazy import attach
-from hpcai.models.openfold.config import ObjectiveConfig, OpenFoldConfig
+from hpcai.models.openfold.config import FeatureConfig, ObjectiveConfig, OpenFoldConfig
 
 __getattr__, _names = attach(
     __name__,
@@ -10,7 +10,7 @@ __getattr__, _names = attach(
         ".alignments": ["Alignment", "read_alignments"],
         ".structures": ["Chain", "read_mmcif", "read_structure"],
         ".templates": ["read_templates"],
-        ".features": ["FeatureConfig", "featurize"],
+        ".features": ["featurize"],
         ".folding": ["Fold"],
         ".objective": ["loss", "lddt"],
         ".scores": ["score", "predict_structures"],
@@ -19,4 +19,4 @@ __getattr__, _names = attach(
         ".load": ["load_weights"],
     },
 )
-__all__ = ["ObjectiveConfig", "OpenFoldConfig", *_names]
+__all__ = ["FeatureConfig", "ObjectiveConfig", "OpenFoldConfig", *_names]

@@ -2,7 +2,9 @@
 
 from typing import Any, Self
 
-from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Rate, Settings
+from pydantic import model_validator
+
+from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Rate, Settings, UnitInterval
 from hpcai.errors import ConfigError
 
 
@@ -140,3 +142,59 @@ class ObjectiveConfig(Settings):
     @classmethod
     def finetuning(cls, **changes: Any) -> Self:
         return cls.model_validate({"resolved": 0.01, "violation": 1.0} | changes)
+
+
+class MaskConfig(Settings):
+    """BERT-style masking. The remainder after the three replacements is replaced by the mask letter."""
+
+    fraction: UnitInterval = 0.15
+    """fraction of all letters of the clusters that is masked"""
+    uniform: UnitInterval = 0.1
+    """fraction replaced by any of the twenty residues"""
+    profile: UnitInterval = 0.1
+    """fraction replaced by a letter drawn from the profile of the column"""
+    same: UnitInterval = 0.1
+    """fraction left unchanged"""
+
+    @model_validator(mode="after")
+    def _at_most_all(self) -> Self:
+        if self.uniform + self.profile + self.same > 1 + 1e-9:
+            raise ValueError("uniform, profile and same are fractions, expected at most 1 in total")
+        return self
+
+
+class FeatureConfig(Settings):
+    """Sizes of crops and alignments. Defaults are MLPerf HPC's; the public OpenFold trains with 128 clusters and 5 deleted blocks.
+    """
+
+    crop: PositiveInt | None = 256
+    """residues of a crop, null for all; shorter chains are padded"""
+    clusters: PositiveInt = 124
+    """rows of the alignment in the main stack, besides those of templates"""
+    extra: NonNegativeInt = 1024
+    """further rows of the alignment"""
+    templates: NonNegativeInt = 4
+    """maximum number of templates"""
+    torsions: bool = True
+    """whether torsion angles of templates are features"""
+    recycles: NonNegativeInt = 3
+    """maximum number of recycles, one less than passes"""
+    mask: MaskConfig = MaskConfig()
+    clamped: UnitInterval = 0.9
+    """fraction of training samples with a clamped backbone error"""
+    deleted_blocks: NonNegativeInt = 0
+    """blocks of neighbouring rows that are deleted from the alignment in training"""
+    deleted_share: Rate = 0.3
+    """fraction of all rows in one such block"""
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """Return settings by name: ``initial`` or ``finetuning`` (of training), or MLPerf HPC's ``evaluation`` of full chains."""
+        presets: dict[str, dict[str, Any]] = {
+            "initial": {},
+            "finetuning": {"crop": 384, "clusters": 508, "extra": 5120},
+            "evaluation": {"crop": None},
+        }
+        if name not in presets:
+            raise ConfigError(f"there is no preset {name!r} of features; expected one of {', '.join(presets)}")
+        return cls.model_validate(presets[name] | changes)

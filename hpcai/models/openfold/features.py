@@ -7,18 +7,17 @@ R residues of a crop, C clusters, E extra rows, T templates, N residues of the c
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpcai.arrays import to_array
-from hpcai.config import NonNegativeInt, PositiveInt, Rate, Settings, UnitInterval
-from hpcai.errors import ConfigError, DataError
+from hpcai.errors import DataError
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment, check_same_sequence, encode
+from hpcai.models.openfold.config import FeatureConfig
 from hpcai.models.openfold.residues import GAP, UNKNOWN
-from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
 from hpcai.models.openfold.targets import compute_targets, make_atom14_masks, pseudo_beta, torsion_angles
 
@@ -26,43 +25,6 @@ Array = NDArray[Any]
 
 TEMPLATES = "template_aatype", "template_all_atom_positions", "template_all_atom_mask", "template_sum_probs"
 _UNUSED_TARGETS = {"torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask"}  # only chi angles are targets
-
-
-class FeatureConfig(Settings):
-    """Sizes of crops and alignments. Defaults are MLPerf HPC's; the public OpenFold trains with 128 clusters and 5 deleted blocks.
-    """
-
-    crop: PositiveInt | None = 256
-    """residues of a crop, null for all; shorter chains are padded"""
-    clusters: PositiveInt = 124
-    """rows of the alignment in the main stack, besides those of templates"""
-    extra: NonNegativeInt = 1024
-    """further rows of the alignment"""
-    templates: NonNegativeInt = 4
-    """maximum number of templates"""
-    torsions: bool = True
-    """whether torsion angles of templates are features"""
-    recycles: NonNegativeInt = 3
-    """maximum number of recycles, one less than passes"""
-    mask: MaskConfig = MaskConfig()
-    clamped: UnitInterval = 0.9
-    """fraction of training samples with a clamped backbone error"""
-    deleted_blocks: NonNegativeInt = 0
-    """blocks of neighbouring rows that are deleted from the alignment in training"""
-    deleted_share: Rate = 0.3
-    """fraction of all rows in one such block"""
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Self:
-        """Return settings by name: ``initial`` or ``finetuning`` (of training), or MLPerf HPC's ``evaluation`` of full chains."""
-        presets: dict[str, dict[str, Any]] = {
-            "initial": {},
-            "finetuning": {"crop": 384, "clusters": 508, "extra": 5120},
-            "evaluation": {"crop": None},
-        }
-        if name not in presets:
-            raise ConfigError(f"there is no preset {name!r} of features; expected one of {', '.join(presets)}")
-        return cls.model_validate(presets[name] | changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,12 @@ Jumper et al., Nature 2021, supplement 1.2.5 to 1.2.9. S rows of an alignment, C
 Letters are numbered as in ``residues``; 22 is a masked one. Rows and letters are drawn; everything else follows from them.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import model_validator
 
-from hpcai.config import Settings, UnitInterval
+from hpcai.models.openfold.config import MaskConfig
 from hpcai.models.openfold.residues import MASKED, UNKNOWN
 
 Array = NDArray[Any]
@@ -18,25 +17,6 @@ Array = NDArray[Any]
 NUM_LETTERS = MASKED + 1
 _MAX_BYTE_PAIRS = 127  # pairs of residues that a byte can count
 _CHUNK = 32  # residues of a chunk: their counts fit the cache of a core, and bound the memory of large alignments
-
-
-class MaskConfig(Settings):
-    """BERT-style masking. The remainder after the three replacements is replaced by the mask letter."""
-
-    fraction: UnitInterval = 0.15
-    """fraction of all letters of the clusters that is masked"""
-    uniform: UnitInterval = 0.1
-    """fraction replaced by any of the twenty residues"""
-    profile: UnitInterval = 0.1
-    """fraction replaced by a letter drawn from the profile of the column"""
-    same: UnitInterval = 0.1
-    """fraction left unchanged"""
-
-    @model_validator(mode="after")
-    def _at_most_all(self) -> Self:
-        if self.uniform + self.profile + self.same > 1 + 1e-9:
-            raise ValueError("uniform, profile and same are fractions, expected at most 1 in total")
-        return self
 
 
 # ---- random choices

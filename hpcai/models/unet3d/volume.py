@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from hpcai.errors import DataError
@@ -36,6 +34,10 @@ def resample(volume: NDArray[Any], shape: Sequence[int], kind: Literal["linear",
     ``nearest`` reads the voxel at floor(i * old / new), both as in torch."""
     if tuple(shape) == volume.shape:
         return volume
+
+    import torch
+    import torch.nn.functional as F
+
     if kind == "nearest":
         # One dim at a time: torch would convert all voxels to float32.
         rows = [F.interpolate(torch.arange(old, dtype=torch.float32)[None, None], new)[0, 0].long().numpy()

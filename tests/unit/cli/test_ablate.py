@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import apps
-from hpcai.cli import ablate, benchmarks
+from hpcai.cli import ablate, ablation, benchmarks
 from hpcai.cli import apps as declared
 from hpcai.cli.bench import timing
 from hpcai.errors import ConfigError
@@ -113,14 +113,14 @@ def test_arrangements_are_interleaved_warmed_up_and_released(fake: Any, capsys: 
 
 
 def test_seconds_are_those_of_the_slowest_rank(fake: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablate, "all_gather_object", lambda value, axis: [value, 7.0 if isinstance(value, float) else value])
+    monkeypatch.setattr(ablation, "all_gather_object", lambda value, axis: [value, 7.0 if isinstance(value, float) else value])
     assert {row["seconds"] for row in run_ablation(capsys, "--repeats", "1", "--steps", "1")["cumulative"]} == {7.0}
 
 
 def test_arrangements_that_do_not_fit_together_are_rebuilt(
     fake: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ablate.Ablation, "_free_bytes", lambda self: 100 - 20 * len(fake.ALIVE))
+    monkeypatch.setattr(ablation.Ablation, "_free_bytes", lambda self: 100 - 20 * len(fake.ALIVE))
     result = run_ablation(capsys, "--repeats", "1", "--steps", "1")
     assert fake.counts == [1, 2, 3] + [1] * 9 and not result["kept"] and fake.ALIVE == []
     assert fake.executed == [*SETS, *(names for names in SETS for _ in range(2))], "each with a warmup run"

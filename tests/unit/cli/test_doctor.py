@@ -4,11 +4,16 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from hpcai import cli
 from hpcai.cli import doctor
+from hpcai.cli.apps import list_apps
+from hpcai.cli.prepare import list_commands
+
+ROOT = Path(__file__).resolve().parents[3]
 
 # ---------------------------------------------------------------------------------------------------- the command
 
@@ -23,6 +28,35 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(args: list[str]) -> N
     assert time.perf_counter() - start < 3               # about 0.05 s, as long as the list below is empty
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [*cli.COMMANDS]
     assert lines[-1] == "[]"
+
+
+PROGRAMS = [
+    *(f"hpcai.cli {name}" for name in (*cli.COMMANDS, "data check", "data stage")),
+    *(f"apps.{name}" for name in list_apps()), "apps.llm generate", "apps.llm score", "apps.diffusion score", "apps.openfold fold",
+    *(f"data_prep.{name}" for name in list_commands()),
+]  # fmt: skip
+HELP = """
+import contextlib, io, os, pydantic, runpy, sys, yaml
+for program in PROGRAMS:
+    if program.startswith("data_prep"):
+        import h5py
+    if os.fork():
+        os.wait()
+        continue
+    module, *words = program.split()
+    heavy = {"torch", "scipy", "matplotlib", "mpi4py.MPI"} | (set() if module.startswith("data_prep") else {"numpy"})
+    sys.argv = [module, *words, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    print(program, len(text.getvalue()) > 200, sorted(heavy & sys.modules.keys()), flush=True)
+    os._exit(0)
+"""
+
+
+def test_the_help_of_a_command_imports_nothing_that_takes_long() -> None:
+    """It takes about 0.2 CPU seconds: torch, SciPy and matplotlib take one or two more each."""
+    process = subprocess.run([sys.executable, "-c", f"{PROGRAMS = }\n{HELP}"], capture_output=True, text=True, cwd=ROOT)
+    assert process.stdout.splitlines() == [f"{program} True []" for program in PROGRAMS], process.stderr
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

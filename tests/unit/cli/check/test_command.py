@@ -17,6 +17,7 @@ from hpcai import cli
 from hpcai.cli import progress
 from hpcai.cli.check import command
 from tests.apps import universes
+from tests.reference_data import load_json
 from tests.unit.cli.check.datasets import child_pids
 
 
@@ -77,18 +78,7 @@ def test_exit_codes(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith(f"hpcai data check: {tmp_path}/nowhere: no such folder; name the folder")
 
 
-@pytest.mark.parametrize(
-    "args, text",
-    [
-        (["--world", "0"], "world: Input should be greater than 0"),
-        (["--range", "counts=5:1"], "range counts=5:1: expected the least value first"),
-        (["--range", "counts"], "expected FIELD=LOW:HIGH such as counts=0:32767"),
-        (["--range", "=0:1"], "expected FIELD=LOW:HIGH"),
-        (["--range", "a=x:1"], "expected FIELD=LOW:HIGH"),
-        (["--range", "a=nan:1"], "expected FIELD=LOW:HIGH"),
-        (["--json", "no/such/folder/out.json"], "out.json cannot be written: No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize("args, text", load_json("refused/check_arguments"))
 def test_invalid_arguments_are_refused(root: Path, capsys: pytest.CaptureFixture[str], args: list[str], text: str) -> None:
     try:
         code = run(root, *args)
@@ -159,7 +149,8 @@ def test_ctrl_c_ends_the_command_and_its_children(root: Path) -> None:
     code = (
         "import hpcai.cli, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background process inherits an ignored SIGINT
-        f"sys.exit(hpcai.cli.main(['data', 'check', {str(root)!r}, '--seconds', '60']))"
+        f"sys.argv[1:] = ['data', 'check', {str(root)!r}, '--seconds', '60']\n"
+        "sys.exit(hpcai.cli.main())"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 60
@@ -167,7 +158,7 @@ def test_ctrl_c_ends_the_command_and_its_children(root: Path) -> None:
         time.sleep(0.02)
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (130, "") and err == "hpcai data check: interrupted; nothing was left behind\n"
+    assert (child.returncode, out) == (130, "") and err == "hpcai data check: interrupted by Ctrl-C; nothing was left behind\n"
     while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < end:
         time.sleep(0.02)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)

@@ -183,7 +183,7 @@ FAULTS = [
           text="has rows of (9, 9, 9, 4), expected (16, 16, 16, 4)"),
     Fault("shape", fields(target={"shape": [4]}), "train/u0.h5", "target", text="has rows of (3), expected (4), as index.json has"),
     Fault("batch", nothing, "train", text="by 3 processes; expected a multiple: 3 or 6", options={**QUICK, "world": 3, "batch": 4}),
-    Fault("few", nothing, "validation", text="8 samples are less than one batch of 16", options={**QUICK, "batch": 16}),
+    Fault("few", nothing, "train", text="16 samples are less than one batch of 17", options={**QUICK, "batch": 17}),
     Fault("remainder", nothing, "train", text="16 samples in batches of 5: 'drop' leaves 1 out of each epoch, 'pad' repeats 4",
           options={**QUICK, "batch": 5}),
     Fault("inodes", lambda root, p: p.setattr(disk, "MANY_FILES", 5), ".", text="6 files of 139 kB on average", options=QUICK),
