@@ -48,11 +48,11 @@ class Tracker:
 
     def _run(self) -> None:
         try:
-            while (event := self._events.get()).kind != "stop":
-                self._handle(event)
-            if self._state:
-                self._handle(event)
-                self.finish(event.fields["reason"])
+            for event in iter(self._events.get, None):
+                if event.kind == "start" or self._state:  # notes may precede it
+                    self._handle(event)
+                if event.kind == "stop":
+                    break
         except Exception as error:
             logger.warning("%s cannot write (%r); the run continues without it", type(self).__name__, error)
 
@@ -72,6 +72,8 @@ class Tracker:
         path.parent.mkdir(exist_ok=True)
         path.with_suffix(".new").write_text(json.dumps(self._state))
         path.with_suffix(".new").replace(path)
+        if kind == "stop":
+            self.finish(fields["reason"])
 
 
 class Wandb(Tracker):
@@ -93,7 +95,7 @@ class Wandb(Tracker):
         try:
             self._wandb = init(mode=mode)
         except self.package.Error as error:
-            logger.warning("W&B's server does not answer (%s)", error)
+            logger.warning("W&B cannot go online (%s)", error)
             self.package.teardown()  # its process still claims the id
             self._wandb = init(mode=(mode := "offline"))
         if mode == "offline":

@@ -42,6 +42,7 @@ def run_job(directory: Path, when: int, number: int) -> None:
     })  # fmt: skip
     mesh, data = dist.single_process(), [torch.ones(4, 3)] * 5
     with train.Run("app", cfg, mesh) as run:
+        run.reports.emit("note", text="before the start")
         step = train.Step(nn.Linear(3, 1), loss, cfg.step, mesh)
         result = train.fit(step, data, cfg.train, validation=data, evaluate=lambda *args: {"error": (torch.ones(()), 4)}, run=run)
     sys.exit(result.exit_code)
