@@ -40,7 +40,7 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path) -> None:
     rows = make_rows()
     write_texts(tmp_path / "text.npz", rows, CODES, TEXTS)
     contents = picture.read(tmp_path / "text.npz")
-    bars, curve = picture.draw(contents, LIGHT).axes
+    bars, curve = (figure.axes[0] for figure in picture.draw(contents, LIGHT))
     assert [bar.get_width() for bar in bars.patches] == list(CODES.values())
     assert [label.get_text() for label in bars.get_yticklabels()] == list(CODES)
     positions, losses = curve.get_lines()[0].get_data()

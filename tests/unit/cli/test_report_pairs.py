@@ -24,7 +24,7 @@ def pair(count: int, **kwargs: Any) -> Pair:
 ])  # fmt: skip
 def test_every_sample_is_drawn_with_true_on_x_and_predicted_on_y(theme: Any, count: int, kwargs: dict[str, Any]) -> None:
     samples = pair(count, **kwargs)
-    figure = draw([samples], theme)
+    (figure,) = draw([samples], theme)
     (axes,) = figure.axes
     diagonal, dashed = axes.get_lines()
     assert np.array_equal(diagonal.get_xdata(), diagonal.get_ydata()) and axes.get_xlim() == axes.get_ylim()
@@ -57,6 +57,7 @@ def test_the_table_has_errors_and_those_of_the_baseline() -> None:
 def test_odd_values_and_many_panels_are_drawn_too() -> None:
     odd = [Pair("one", np.ones(1), np.ones(1)), Pair("zeros", np.zeros(9), np.zeros(9), linear=1.0),
            Pair("far", np.arange(4.0), np.array([0, 1e30, 0, 0]), linear=0.1), *[pair(5)] * 3]  # fmt: skip
-    figure = draw(odd, DARK)
-    figure.draw_without_rendering()
-    assert len(figure.axes) == len(odd)
+    figures = draw(odd, DARK)
+    for figure in figures:
+        figure.draw_without_rendering()
+    assert len(figures) == len(odd)
