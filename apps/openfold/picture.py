@@ -154,7 +154,7 @@ def draw(chains: list[Chain], theme: Theme) -> list[Figure]:
 
 
 def _draw(chain: Chain, theme: Theme) -> Figure:
-    figure = Figure(figsize=(WIDTH, 3 * WIDTH))
+    figure = Figure(figsize=(WIDTH, 2.7 * WIDTH))
     rows = [["fold", "fold"], ["predicted", "true"], ["scores", "scores"]]
     fold, predicted, true, scores = figure.subplot_mosaic(rows, height_ratios=(5, 3, 3)).values()  # type: ignore[arg-type]
     # Distant pairs fade into the background.

@@ -152,7 +152,7 @@ class _Training:
             Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
         ):
             self._last_logged = (self.progress.step, self.progress.seen)
-            self.clock.restart()
+            self.clock.end_interval(1, [])
             reason = ended if done else self._epochs(signals)
             self.progress.ended = self.result.reason = reason
             if done:
@@ -164,11 +164,9 @@ class _Training:
             self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.cause}")
         if not done:
             self._log_energy()
-        at, parts = self._target_position or self._position(), self.clock.end_interval(1, [])[1]
-        between = {part: seconds for part, seconds in parts.items() if part in BETWEEN}
-        self.reports.emit(
-            "stop", **at, reason=reason, seconds=self.progress.seconds, target_reached=reason == "target", parts=between
-        )
+        parts = {part: seconds for part, seconds in self.clock.end_interval(1, [])[1].items() if part in BETWEEN}
+        at = (self._target_position or self._position()) | {"parts": parts}
+        self.reports.emit("stop", **at, reason=reason, seconds=self.progress.seconds, target_reached=reason == "target")
         if self.evaluation is not None:
             self.evaluation.close(reason)
         return self.result
@@ -217,8 +215,8 @@ class _Training:
 
     def _report_is_near(self) -> bool:
         """Whether a report may follow the next step: at the regular interval, and before an evaluation at the end of an epoch."""
-        step, sample = self.progress.step + 1, self.progress.sample + self.data.batch_size
-        return step % self.cfg.report_every == 0 or step >= self.steps or sample >= self.data.samples
+        step, epoch_ends = self.progress.step + 1, self.progress.sample + self.data.batch_size >= self.data.samples
+        return step % self.cfg.report_every == 0 or step == self.steps or epoch_ends
 
     def _after_step(self, values: dict[str, Value]) -> None:
         """Update sums and counters after a step, and write the reports and checkpoints that are due."""

@@ -4,13 +4,13 @@ On a CPU the clock reads the host at the beginning of each part. A GPU runs behi
 CUDA events, which are read when the report waits for the GPU anyway. What remains of a step is time in which the GPU had no work.
 """
 
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
+
+from hpcai.startup import Clock
 
 PARTS = ("data", "forward", "backward", "pipeline", "graph", "reduce", "update", "other", "evaluate", "save")
 """``pipeline``: forward and backward passes of micro-batches in turn; ``graph``: what a CUDA graph replays"""
@@ -21,38 +21,22 @@ BETWEEN = ("evaluate", "save")
 Marks = list[tuple[str, Any]]  # parts, each with the event at its beginning
 
 
-class StepClock:
-    """A clock of consecutive parts: the beginning of one ends the one before."""
+class StepClock(Clock):
+    """A clock of the parts of steps on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        super().__init__("other")
+        self._on_gpu, self._measuring = device.type == "cuda", False
         self._marks: Marks = []
         self.device_seconds: dict[str, float] = {}  # of the step that was measured last
-        self.restart()
-
-    def restart(self) -> None:
-        self._part, self._began, self._measuring = "other", time.perf_counter(), False
-        self._seconds = dict.fromkeys(PARTS, 0.0)
 
     def begin(self, part: str) -> None:
-        now = time.perf_counter()
-        self._seconds[self._part] += now - self._began
-        self._part, self._began = part, now
+        super().begin(part)
         if self._measuring and not torch.cuda.is_current_stream_capturing():  # an event of a graph has no time
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._marks.append((part, event))
             self._measuring = part != "other"
-
-    @contextmanager
-    def during(self, part: str) -> Iterator[None]:
-        """Context manager for ``part``; afterwards the previous part continues."""
-        previous = self._part
-        self.begin(part)
-        try:
-            yield
-        finally:
-            self.begin(previous)
 
     def wait_for(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches. The time in which they are awaited is the part ``data``."""
@@ -74,10 +58,9 @@ class StepClock:
 
     def end_interval(self, steps: int, marks: Marks) -> tuple[float, dict[str, float]]:
         """Return the seconds since the last call, without ``BETWEEN``, and the mean seconds of each part of one of ``steps``."""
-        self.begin(self._part)
-        seconds, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
-        training, steps = sum(seconds[part] for part in PARTS if part not in BETWEEN), max(steps, 1)
-        parts = {part: seconds[part] / steps for part in PARTS}
+        self.begin(self.part)
+        training, steps = sum(seconds for part, seconds in self.parts.items() if part not in BETWEEN), max(steps, 1)
+        parts, self.parts = {part: self.parts.get(part, 0.0) / steps for part in PARTS}, {}
         if self._on_gpu:
             if marks:
                 self.device_seconds = {}

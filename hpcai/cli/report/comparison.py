@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from html import escape
 from itertools import cycle, product
 from pathlib import Path
 from statistics import mean, stdev
@@ -14,21 +15,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report import step_time
+from hpcai.cli.report import document, step_time
 from hpcai.cli.report.curves import set_log_scale, smooth
-from hpcai.cli.report.document import (
-    Images,
-    card,
-    figure_cards,
-    header,
-    html_page,
-    lead,
-    left_out_card,
-    run_state,
-    settings_card,
-    table,
-    tiles,
-)
+from hpcai.cli.report.document import card, run_state, table
 from hpcai.cli.report.picture import Finding
 from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import PALETTE, WIDTH, Plot, Theme, escape_mathtext
@@ -228,16 +217,16 @@ def _overlay(comparison: Comparison, kind: str, name: str, theme: Theme) -> list
     return figures
 
 
-def render_page(comparison: Comparison, columns: Sequence[Column], images: Images) -> str:
+def render_page(comparison: Comparison, columns: Sequence[Column], images: document.Images) -> str:
     title = f"{len(comparison.runs)} runs of {', '.join(comparison.apps)}"
     differing = [[name, *values] for name, values in comparison.differing_settings().items()]
     same = "<p>Nothing: settings, versions and processes are the same.</p>"
     differences = card("What differs", table(("", *comparison.runs), differing, "numbers") if differing else same)
-    return html_page(title, [
-        header(title, "", "", str(comparison.folder)), lead(_finding(comparison)), _tiles(comparison),
-        _results(comparison, columns), _seeds(comparison, columns), differences, figure_cards(images),
-        step_time.bars(comparison.runs), left_out_card(comparison.left_out),
-        settings_card(comparison.first, f"Settings of {next(iter(comparison.runs))}"),
+    return document.html_page(title, [
+        document.header(title, "", "", str(comparison.folder)), document.lead(_finding(comparison)), _tiles(comparison),
+        _results(comparison, columns), _seeds(comparison, columns), differences, document.figure_cards(images),
+        step_time.bars(comparison.runs), document.left_out_card(comparison.left_out),
+        document.details(f"Settings of {next(iter(comparison.runs))}", f"<pre>{escape(comparison.first.settings_text)}</pre>"),
     ])  # fmt: skip
 
 
@@ -258,10 +247,8 @@ def _finding(comparison: Comparison) -> Finding:
 
 def _tiles(comparison: Comparison) -> str:
     runs = comparison.runs.values()
-    ended = sum(bool(run.stop) for run in runs)
-    steps = sum((run.events_of("train") or run.events_of("stop") or [{}])[-1].get("step") or 0 for run in runs)
     rates = [rate for run in runs if (rate := run.throughput) is not None]
-    rows = [("runs", str(len(comparison.runs)), f"{ended} ended"), ("steps", f"{steps:,}", "of all runs"),
+    rows = [("runs", str(len(runs)), f"{sum(bool(run.stop) for run in runs)} ended"),
             ("training time", format_duration(sum(run.seconds for run in runs)), "of all runs")]  # fmt: skip
     rows += [("throughput", format_rate(max(rates)), f"of the fastest; {format_rate(min(rates))} of the slowest")] if rates else []
-    return tiles(rows)
+    return document.tiles(rows)

@@ -152,12 +152,8 @@ def render_page(run: RunRecord, images: Images) -> str:
         details(data.title, table(data.head, data.rows, "texts" if data.text else "numbers"), data.note) if data else "",
         details("Evaluations", _results(run)), details("The run", _facts(run)), _checkpoints(run),
         details("Notes", table(("when", "step", "what"), notes) if notes else ""),
-        settings_card(run, "Settings"),
+        details("Settings", run.settings_text and f"<pre>{escape(run.settings_text)}</pre>"),
     ])
-
-
-def settings_card(run: RunRecord, title: str) -> str:
-    return details(title, f"<pre>{escape(run.settings_text)}</pre>" if run.settings_text else "")
 
 
 def figure_cards(images: Images) -> str:

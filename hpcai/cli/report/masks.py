@@ -137,7 +137,7 @@ def finding(kind: ImageKind, masks: Masks) -> Finding:
     mean = float(np.nanmean(scores[1:])) if texts else math.nan
     sentence = f"What the network finds on unseen {kind.image}s: {'; '.join(texts.values()) or 'nothing, where nothing is'}."
     number = "none found" if mean == 0 else format_score(mean)
-    return Finding(sentence, number, f"{kind.score} of {' and '.join(texts) or 'no class'}; 1 is perfect")
+    return Finding(sentence, number, f"mean {kind.score} of {' and '.join(texts) or 'no class'}; 1 is perfect")
 
 
 def draw(kind: ImageKind, masks: Masks, theme: Theme) -> list[Figure]:

@@ -15,7 +15,6 @@ The file is a module with the names of ``Picture``, found by the name of the app
     Substrings of names of metrics for which higher is better, in addition to those in ``hpcai.cli.report.run``.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -53,10 +52,9 @@ def format_measured(value: float) -> str:
 
 def compare_errors(error: float, baseline: float, name: str) -> str:
     """Return how much smaller an error is than that of the baseline ``name``, or that it is not."""
-    if not error < baseline:
-        return f"no closer than {name} ({format_measured(baseline)})"
-    ratio = baseline / error if error > 0 else math.inf
-    return f"{format_measured(ratio)} times closer than {name}" if ratio >= 1.05 else f"hardly closer than {name}"
+    if not error < 0.95 * baseline:
+        return f"{'hardly' if error < baseline else 'no'} closer than {name} ({format_measured(baseline)})"
+    return f"{format_measured(baseline / error) if error > 0 else 'infinitely many'} times closer than {name}"
 
 
 class Picture(Protocol):

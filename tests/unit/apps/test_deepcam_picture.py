@@ -60,7 +60,8 @@ def test_the_page_shows_the_maps_and_their_scores(tmp_path: Path, monkeypatch: p
                   "All 2,592 cells of 3 maps together",
                   "class IoU cells predicted as background predicted as tropical cyclone predicted as atmospheric $river",
                   "background 0.9750 2,504 99.52 % 0.48 % 0.00 %", "tropical cyclone 0.6000 48 25.00 % 75.00 % 0.00 %",
-                  "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80"):
+                  "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80",
+                  "unseen maps: tropical cyclone: IoU 0.6; atmospheric $river: none found. 0.30 mean IoU of tropical cyclone"):
         assert entry in text, entry
     assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
     assert run.higher_is_better("iou_of_rain") and picture.classes(run.predictions) == NAMES

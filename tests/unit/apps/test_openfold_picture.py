@@ -72,6 +72,8 @@ def test_the_page_shows_the_chains_and_their_scores(tmp_path: Path, monkeypatch:
     for chain in chains:
         scored = f"{np.nanmean(chain.lddt):.1f} {chain.plddt.mean():.1f} {chain.gdt_ts():.1f} {chain.rmsd():.2f}"
         assert f"{len(chain.plddt)} {chain.known.sum()} {scored}" in text, scored
+    assert f"are placed within {np.mean([chain.rmsd() for chain in chains]):.1f} Å (RMSD, mean of chains), " in text
+    assert f" times closer than all in one point. {np.mean([chain.mean_lddt() for chain in chains]):.0f} of 100 lDDT-Cα" in text
     assert f"RMSD {np.mean([chain.rmsd() for chain in chains]):.2f} Å." in text
     assert report_runs.is_drawn(picture, chains, monkeypatch)
 

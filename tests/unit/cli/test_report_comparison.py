@@ -73,7 +73,7 @@ def test_a_sweep_with_seeds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert "step.lr=0.002 3 0.21 ± 0.01" in text and "0.05 ± 0 – 0:00:40" in text, "only one has reached its target: no spread"
     differs = text.split("What differs")[1].split("Validation mae")[0]
     assert "lr-0.001_seed-0 has the best validation mae, 0.1; lr-0.002_seed-2 has the worst, 0.22. 0.1 " in text.split("Results")[0]
-    assert "Settings of lr-0.001_seed-0" in text and "runs 6 6 ended steps 240 of all runs" in text
+    assert "Settings of lr-0.001_seed-0" in text and "runs 6 6 ended training time 0:04:00 of all runs" in text
     single = report.draw_run(runs[0]).read_text()
     assert set(re.findall('class="([^"]*)"', page)) <= {*re.findall('class="([^"]*)"', single), "card wide"}, "one style"
     assert "step.lr 0.001 0.001 0.001 0.002 0.002 0.002 train.seed 0 1 2 0 1 2 Training loss" in differs

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpcai import dist, log, train
+from hpcai import dist, log, startup, train
 from hpcai.settings import StepConfig, TrainConfig
-from hpcai.train import step_clock
 from hpcai.train.loop import Batches
 from hpcai.train.step_clock import StepClock
 
@@ -20,7 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The clock of the host, which advances by ``wait`` alone, in powers of two: sums are exact."""
     clock = SimpleNamespace(now=0.0)
     clock.wait = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(step_clock, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(startup, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
