@@ -82,26 +82,22 @@ class RunRecord:
     @property
     def finding(self) -> Finding:
         """What was learnt: by the app's picture, or by the run's metric, or by the loss."""
-        if self.found is not None:
-            return self.found
         kind, name = ("evaluate", str(self.metric)) if self.metric in self.names("evaluate") else ("train", "loss")
-        steps, values = self.series(kind, name)
-        steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
-        if not len(steps):
-            return Finding(f"No report has a finite {name}.", self.describe(name, math.nan), name)
-        higher, target = self.higher_is_better(name), self.target(name)
-        index = -1 if kind == "train" else int(values.argmax() if higher else values.argmin())
-        value, first = float(values[index]), float(values[0])
+        finite = [pair for pair in zip(*self.series(kind, name)) if math.isfinite(pair[1])]
+        if self.found is not None or not finite:
+            return self.found or Finding(f"No report has a finite {name}.", self.describe(name, math.nan), name)
+        higher, target, (start, first) = self.higher_is_better(name), self.target(name), finite[0]
+        step, value = (self.best(name) if kind == "evaluate" else None) or finite[-1]
         text = f"{name} of unseen samples" if kind == "evaluate" else "The training loss"
-        text += f" is {format_number(value)} at step {steps[index]:,}"
-        if value != first and (value > first) == higher:
-            text += f", from {format_number(first)} at step {steps[0]:,}"
-        elif len(steps) > 1:
-            text += f", and did not get better after step {steps[0]:,}"
+        text += f" is {format_number(float(value))} at step {step:,}"
+        if len(finite) > 1:
+            better = value > first if higher else value < first
+            text += f", from {format_number(first)} at" if better else ", and did not get better after"
+            text += f" step {start:,}"
         if target is not None:
             reached = value >= target if higher else value <= target
             text += f"; the target {format_number(target)} is {'reached' if reached else 'not reached'}"
-        return Finding(f"{text}.", format_number(value), f"{name}; {'higher' if higher else 'lower'} is better")
+        return Finding(f"{text}.", format_number(float(value)), f"{name}; {'higher' if higher else 'lower'} is better")
 
     def target(self, name: str) -> float | None:
         return self.setting("train.target") if name == self.setting("train.metric") else None

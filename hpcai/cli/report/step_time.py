@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 from html import escape
+from itertools import pairwise
+
+import numpy as np
 
 from hpcai.cli.report.run import RunRecord
-from hpcai.log import format_number
+from hpcai.log import format_decimal
 
 NAMES = {"data": "waiting for data", "forward": "forward", "backward": "backward", "pipeline": "forward and backward",
          "graph": "captured graph", "reduce": "gradient reduction", "update": "update", "evaluate": "evaluation", "save": "saving",
          "other": "rest"}  # fmt: skip
 BETWEEN = ("evaluate", "save")  # parts between steps
+UNITS = ("µs", "ms", "s")
 
 
 def mean_parts(run: RunRecord) -> dict[str, float]:
@@ -17,27 +21,19 @@ def mean_parts(run: RunRecord) -> dict[str, float]:
 
     The first report of a start counts for evaluation and saving only, if there are others: it has compilation and connections.
     """
-    reports: list[tuple[bool, int, Mapping[str, float]]] = []  # whether it is the first of a start, steps, parts
-    rest: dict[str, float] = {}
-    step, first = 0, True
-    for event in run.events:
-        parts = event.get("parts")
-        if event["kind"] == "start":
-            step, first = event.get("resumed_from") or 0, True
-        elif event["kind"] == "train" and isinstance(parts, Mapping):
-            reports.append((first, event["step"] - step, parts))
-            step, first = event["step"], False
-        elif event["kind"] == "stop" and isinstance(parts, Mapping):
-            rest = {part: rest.get(part, 0.0) + seconds for part, seconds in parts.items()}
-    steady = [report for report in reports if not report[0]] or reports
+    events = [event for event in run.events if event["kind"] == "start" or "parts" in event]
+    first = {after.get("step") for before, after in pairwise(events) if before["kind"] == "start"}
+    counts = np.diff([0, *(event["step"] for event in run.events_of("train"))]).tolist()
+    reports = [(count, event) for count, event in zip(counts, run.events_of("train")) if "parts" in event]
+    steady = [report for report in reports if report[1]["step"] not in first] or reports
 
     def mean(part: str) -> float:
         counted = reports if part in BETWEEN else steady
-        total = sum(steps * parts.get(part, 0.0) for _, steps, parts in counted) + rest.get(part, 0.0)
-        return total / max(sum(steps for _, steps, _ in counted), 1)
+        total = sum(count * event["parts"].get(part, 0.0) for count, event in counted)
+        total += sum(event["parts"].get(part, 0.0) for event in events if event["kind"] == "stop")
+        return float(total / max(sum(count for count, _ in counted), 1))
 
-    means = {part: mean(part) for part in NAMES} if reports else {}
-    return {part: seconds for part, seconds in means.items() if seconds > 0}
+    return {part: seconds for part in NAMES if reports and (seconds := mean(part)) > 0}
 
 
 def bars(runs: Mapping[str, RunRecord]) -> str:
@@ -54,13 +50,8 @@ def _bar(label: str, parts: Mapping[str, float]) -> str:
     texts = {part: f"{share:.0f} %" if share >= 0.5 else "<1 %" for part, share in shares.items()}
     segments = [f'<i class="{part}" style="flex-grow:{share:.2f}">{texts[part] if share >= 12 else ""}</i>'
                 for part, share in shares.items()]  # fmt: skip
-    rows = [f'<li><i class="{part}"></i>{NAMES[part]} <b>{escape(texts[part])}</b> {format_milliseconds(seconds)}</li>'
+    rows = [f'<li><i class="{part}"></i>{NAMES[part]} <b>{escape(texts[part])}</b> {format_decimal(1e6 * seconds, *UNITS)}</li>'
             for part, seconds in parts.items()]  # fmt: skip
     title = f"<b>{escape(label)}</b>: " if label else ""
-    head = f"<div>{title}{format_milliseconds(total)} for each step</div>"
+    head = f"<div>{title}{format_decimal(1e6 * total, *UNITS)} for each step</div>"
     return f'<div class="parts">{head}<div class="bar">{"".join(segments)}</div><ul>{"".join(rows)}</ul></div>'
-
-
-def format_milliseconds(seconds: float) -> str:
-    """Format a time with three digits at most."""
-    return f"{format_number(float(f'{1000 * seconds:.3g}'))} ms"

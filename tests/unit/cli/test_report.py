@@ -130,7 +130,7 @@ def test_the_bar_has_the_parts_of_a_step_without_the_first_report_of_a_start(run
     expected = {"data": 0.0004, "forward": 0.03, "backward": 0.05, "update": 0.0096, "evaluate": 0.008, "save": 0.002}
     assert step_time.mean_parts(record) == pytest.approx(expected)
     text = visible_text("<body>" + step_time.bars({"toy": record}))
-    assert "100 ms for each step 30 % 50 % waiting for data &lt;1 % 0.4 ms forward 30 % 30 ms backward 50 % 50 ms" in text
+    assert "100 ms for each step 30 % 50 % waiting for data &lt;1 % 400 µs forward 30 % 30 ms backward 50 % 50 ms" in text
     assert text.count("ms for each step") == 1 and "toy" not in text
     widths = re.findall('flex-grow:([0-9.]+)', step_time.bars({"a": record, "b": record}))
     assert sum(map(float, widths)) == pytest.approx(200, abs=0.1), "two bars of 100 %"
