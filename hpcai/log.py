@@ -10,6 +10,8 @@ startup     step (the first one of this job), seconds (from the start of the pro
             slowest process)
 epoch       epoch (from 0), step: an epoch begins, or continues after a resume
 train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics;
+            parts (optional: seconds per step by name, of the first process, means since the previous report; on a GPU forward,
+            backward, reduce and update are those of one step; names: hpcai.train.step_clock.PARTS);
             gpu_power_w, gpu_power_limit_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c,
             gpu_memory_gb, ... of the first process's GPU, where there is one
 evaluate    step, epoch, samples, seconds (this evaluation), metrics
@@ -18,7 +20,8 @@ note        text, step (optional)
 energy      step, joules, joules_per_sample, samples: of this job of the run, over all training processes; gpu_joules,
             cpu_joules, memory_joules (if there are counters); gpus (counted) of world, nodes_counted (processors) of nodes;
             gpu_limits_w (lowest and highest limit on the power of a GPU at the end)
-stop        step, epoch, samples, reason ("finished", "target", "signal", "diverged"), seconds, target_reached
+stop        step, epoch, samples, reason ("finished", "target", "signal", "diverged"), seconds, target_reached, parts
+            (optional: seconds of evaluate and save since the last report, in all)
 ========== ===========================================================================================================
 
 A sink that cannot write (full disk, closed terminal) warns once, and the run continues.

@@ -7,7 +7,7 @@ notebook, nothing is recorded.
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,26 +25,37 @@ _INTERVALS: dict[tuple[Part, ...], tuple[Part, ...]] = {
 }
 
 
-class _Clock:
-    def __init__(self, age: float) -> None:
-        self.parts: dict[Part, float] = {}
-        self.part: Part = "imports"
-        self.start = time.perf_counter() - age
+class Clock:
+    """Seconds of consecutive ``parts``: the beginning of one ends the one before."""
 
-    def begin(self, part: Part) -> None:
+    def __init__(self, part: str, age: float = 0.0) -> None:
+        self.parts: dict[str, float] = {}
+        self.part, self.start = part, time.perf_counter() - age
+
+    def begin(self, part: str) -> None:
         now = time.perf_counter()
         self.parts[self.part] = self.parts.get(self.part, 0.0) + now - self.start
         self.part, self.start = part, now
 
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Context manager for ``part``; afterwards the previous part continues."""
+        before = self.part
+        self.begin(part)
+        try:
+            yield
+        finally:
+            self.begin(before)
 
-_clock: _Clock | None = None
+
+_clock: Clock | None = None
 
 
 @contextmanager
 def clock(age: float = 0.0) -> Iterator[None]:
     """Context manager that records parts, from ``age`` seconds ago until ``end``."""
     global _clock
-    _clock = _Clock(age)
+    _clock = Clock("imports", age)
     try:
         yield
     finally:
@@ -75,18 +86,12 @@ def begin(part: Part) -> None:
         _clock.begin(part)
 
 
-@contextmanager
-def during(part: Part) -> Iterator[None]:
+def during(part: Part) -> AbstractContextManager[None]:
     """Context manager for ``part``; afterwards the previous part continues."""
-    before = part if _clock is None else _clock.part
-    begin(part)
-    try:
-        yield
-    finally:
-        begin(before)
+    return nullcontext() if _clock is None else _clock.during(part)
 
 
-def end(compiled: float) -> dict[Part, float]:
+def end(compiled: float) -> dict[str, float]:
     """Stop the clock after the first step, and return seconds of each part. ``compiled``: Seconds of compilation in that step."""
     global _clock
     assert _clock is not None
@@ -96,9 +101,9 @@ def end(compiled: float) -> dict[Part, float]:
     return parts | {"compile": min(compiled, step), "first step": max(step - compiled, 0.0)}
 
 
-def combine_ranks(ranks: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
+def combine_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the seconds of each part over the ranks of a job: between two synchronizations those of the slowest rank count."""
-    parts: dict[Part, float] = {}
+    parts: dict[str, float] = {}
     for independent, waiting in _INTERVALS.items():
         last = max(ranks, key=lambda parts: sum(parts.get(part, 0.0) for part in independent))
         parts |= {part: last.get(part, 0.0) for part in (*independent, *waiting)}

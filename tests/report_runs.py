@@ -52,14 +52,14 @@ def visible_text(page: str) -> str:
 
 def page_text(run: RunRecord) -> str:
     """Return the text of a run's page, rendered without plots."""
-    return visible_text(document.render_page(run, dict.fromkeys(curves.plots(run), (b"", b""))))
+    return visible_text(document.render_page(run, {plot: [(b"", b"")] for plot in curves.plots(run)}))
 
 
 def is_drawn(picture: Any, data: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Return whether the plot, rendered at low resolution, is wide enough and not blank."""
+    """Return whether the figures of a picture, rendered at low resolution, are as wide as a phone and not blank."""
     monkeypatch.setattr(theme, "DPI", 30)
-    pixels = imread(BytesIO(Plot("", "", "", partial(picture.draw, data)).png(LIGHT)))
-    return bool(pixels.shape[1] > 250 and pixels[..., :3].std() > 0.05)
+    figures = [imread(BytesIO(png)) for png in Plot("", "", "", partial(picture.draw, data)).png(LIGHT)]
+    return bool(figures) and all(pixels.shape[1] == 144 and pixels[..., :3].std() > 0.05 for pixels in figures)
 
 
 def subtitle(axes: Axes) -> str:

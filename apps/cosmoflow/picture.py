@@ -7,7 +7,7 @@ import numpy as np
 
 from hpcai.cli.report import pairs
 from hpcai.cli.report.pairs import Pair
-from hpcai.cli.report.picture import Table, arrays
+from hpcai.cli.report.picture import Finding, Table, arrays
 from hpcai.errors import DataError
 
 FILE = "predictions.npz"
@@ -28,6 +28,10 @@ def read(path: Path) -> list[Pair]:
 def caption(results: list[Pair]) -> str:
     return (f"{len(results[0].true):,} validation samples. The baseline (dashed) predicts the mean: R² 0."
             " A perfect one lies on the diagonal: R² 1.")
+
+
+def finding(results: list[Pair]) -> Finding:
+    return pairs.finding(results[0], f"{results[0].name} of unseen universes is", "rms")
 
 
 def table(results: list[Pair]) -> Table:

@@ -10,7 +10,8 @@ FILE = "maps.npz"
 TITLE = "Predicted and true maps"
 HIGHER = ("iou",)
 KIND = ImageKind("map", "IoU", origin="lower")
-classes, caption, table, draw = masks.classes, *(partial(each, KIND) for each in (masks.caption, masks.table, masks.draw))
+classes = masks.classes
+caption, finding, table, draw = (partial(each, KIND) for each in (masks.caption, masks.finding, masks.table, masks.draw))
 
 
 def read(path: Path) -> Masks:

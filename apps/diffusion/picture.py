@@ -3,9 +3,9 @@
 N samples, K of them drawn, M members, C channels, S cells along each dim
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +15,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor
 
-from hpcai.cli.report.picture import Table, arrays
+from hpcai.cli.report.picture import Finding, Table, arrays, compare_errors, format_measured
 from hpcai.cli.report.theme import WIDTH, Theme, hide_axes, panel_title
 from hpcai.errors import DataError
 from hpcai.models.diffusion import scores
 
 FILE = "ensembles.npz"
 TITLE = "Ensembles of unseen fields"
-SHOWN, COLUMNS = 3, 3                                    # samples that are drawn, and members of each
+SHOWN, COLUMNS = 3, 3                                    # samples that are drawn, and columns and members of each
 
 
 @dataclass
@@ -82,32 +82,46 @@ def caption(ensembles: Ensembles) -> str:
             " truth, at each cell; uniform if members and truth have the same distribution.")
 
 
-def draw(ensembles: Ensembles, theme: Theme) -> Figure:
-    shown = min(SHOWN, len(ensembles.truth))
-    figure = Figure(figsize=(WIDTH, 2.5 * shown + 3.6))
-    parts: Any = figure.subfigures(2, 1, height_ratios=(2.5 * shown, 3.6))
-    _fields(parts[0], ensembles, shown, theme)
-    left, right = parts[1].subplots(1, 2)
-    _power(left, ensembles, theme)
-    _ranks(right, ensembles, theme)
-    return figure
+def _compare(ensembles: Ensembles, channel: int) -> tuple[float, float, float]:
+    """Return the CRPS of a channel, its spread over skill, and the error of the field that is compared."""
+    truth = ensembles.truth[:, channel]
+    sums, finish = scores.ensemble_sums(ensembles.members[:, :, channel].transpose(0, 1), truth)
+    metrics = finish(*sums)
+    return metrics["crps"], metrics["spread_over_skill"], float((ensembles.smooth[:, channel] - truth).abs().mean())
 
 
-def _fields(figure: Any, ensembles: Ensembles, shown: int, theme: Theme) -> None:
+def finding(ensembles: Ensembles) -> Finding:
+    crps, _, plain = _compare(ensembles, 0)
+    baseline = "the mean field" if ensembles.field is None else "cubic interpolation of what is given"
+    comparison = compare_errors(crps, plain, baseline)
+    sentence = f"To the truth of unseen samples, generated {ensembles.names[0]} is {comparison} (CRPS)."
+    return Finding(sentence, format_measured(crps), f"CRPS in deviations of {ensembles.names[0]}; 0 is perfect")
+
+
+def draw(ensembles: Ensembles, theme: Theme) -> list[Figure]:
+    samples = [_fields(ensembles, n, theme) for n in range(min(SHOWN, len(ensembles.truth)))]
+    figures = [Figure(figsize=(WIDTH, 3.6)) for _ in range(2)]
+    _power(figures[0].subplots(), ensembles, theme)
+    _ranks(figures[1].subplots(), ensembles, theme)
+    return [*samples, *figures]
+
+
+def _fields(ensembles: Ensembles, n: int, theme: Theme) -> Figure:
     members = min(COLUMNS, ensembles.members.shape[1])
     titles = [*(["given"] if ensembles.field is not None else []), "truth", *(f"member {m + 1}" for m in range(members))]
-    grid = figure.subplots(shown, len(titles), squeeze=False)
-    for n in range(shown):
-        coarse = [] if ensembles.field is None else [ensembles.field[n, 0]]
-        fields = *coarse, ensembles.truth[n, 0], *ensembles.members[n, :members, 0]
-        planes = [field if field.ndim == 2 else field[len(field) // 2] for field in fields]  # the middle of a volume
-        limits = Normalize(float(ensembles.truth[n, 0].min()), float(ensembles.truth[n, 0].max()))
-        for axes, plane, title in zip(grid[n], planes, titles):
-            hide_axes(axes)
-            axes.imshow(plane, origin="lower", cmap=theme.values, norm=limits)
-            if n == 0:
-                axes.set_title(title, fontsize=10, loc="left")
-        grid[n][0].set_ylabel(f"sample {n}", fontsize=9)
+    coarse = [] if ensembles.field is None else [ensembles.field[n, 0]]
+    fields = *coarse, ensembles.truth[n, 0], *ensembles.members[n, :members, 0]
+    planes = [field if field.ndim == 2 else field[len(field) // 2] for field in fields]  # the middle of a volume
+    limits = Normalize(float(ensembles.truth[n, 0].min()), float(ensembles.truth[n, 0].max()))
+    rows = math.ceil(len(titles) / COLUMNS)
+    figure = Figure(figsize=(WIDTH, 0.3 + rows * (WIDTH / COLUMNS + 0.3)))
+    figure.suptitle(f"Sample {n}", x=0.01, ha="left", fontsize=11, fontweight="bold")
+    for cell, plane, title in zip(range(1, 99), planes, titles):
+        axes = figure.add_subplot(rows, COLUMNS, cell)
+        hide_axes(axes)
+        axes.imshow(plane, origin="lower", cmap=theme.values, norm=limits)
+        axes.set_title(title, fontsize=10, loc="left")
+    return figure
 
 
 def _power(axes: Axes, ensembles: Ensembles, theme: Theme) -> None:
@@ -151,10 +165,7 @@ def _ranks(axes: Axes, ensembles: Ensembles, theme: Theme) -> None:
 def table(ensembles: Ensembles) -> Table:
     rows = []
     for channel, name in enumerate(ensembles.names):
-        truth = ensembles.truth[:, channel]
-        sums, finish = scores.ensemble_sums(ensembles.members[:, :, channel].transpose(0, 1), truth)
-        metrics, plain = finish(*sums), float((ensembles.smooth[:, channel] - truth).abs().mean())
-        crps, skill = metrics["crps"], metrics["spread_over_skill"]
+        crps, skill, plain = _compare(ensembles, channel)
         rows.append([name, f"{crps:.3f}", f"{plain:.3f}", f"{crps / plain:.2f}", f"{skill:.2f}"])
     note = ("CRPS: mean distance of members from the truth, minus half of that between members, in units of the field's deviation;"
             " of one field it is the mean absolute error. Spread over skill: 1 if the spread equals the error of the mean.")

@@ -3,6 +3,7 @@
 K codes, M texts, T positions
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hpcai.cli.report.picture import Table, arrays, panels
+from hpcai.cli.report.picture import Finding, Table, arrays, format_measured
 from hpcai.cli.report.theme import WIDTH, Theme, panel_title
 from hpcai.errors import DataError
 
@@ -48,12 +49,27 @@ def caption(texts: Texts) -> str:
             " text at once; the model was trained on similar texts, and reads one row at a time.")
 
 
-def draw(texts: Texts, theme: Theme) -> Figure:
-    figure = Figure(figsize=(WIDTH, 4.2))
-    left, right = panels(figure, 2, 2)
-    _codes(left, texts, theme)
-    _positions(right, texts, theme)
-    return figure
+def finding(texts: Texts) -> Finding:
+    """Compare the model with the best compressor, or without one with a guess among all bytes."""
+    if not texts.names:
+        nats = float((texts.positions * texts.counts).sum() / texts.counts.sum())
+        number = f"{format_measured(nats)} nats"
+        return Finding(f"A token of held-out text costs {number}: as uncertain as one of {format_measured(math.exp(min(nats, 99)))}"
+                       " equally likely ones.", number, "mean loss of a token; lower is better")
+    codes = dict(zip(texts.names, texts.bits.tolist()))
+    name, bits = codes.popitem()
+    best = min(codes, key=lambda code: codes[code], default="raw bytes")
+    other, number = codes.get(best, 8.0), f"{format_measured(bits)} bits"
+    comparison = f"{format_measured(other / bits)} times fewer than by" if bits < other else "no fewer than by"
+    sentence = f"A byte of held-out text takes {number} by {name}, {comparison} {best} ({format_measured(other)})."
+    return Finding(sentence, number, "for each byte of held-out text; lower is better")
+
+
+def draw(texts: Texts, theme: Theme) -> list[Figure]:
+    figures = [Figure(figsize=(WIDTH, 3.6)) for _ in range(2)]
+    _codes(figures[0].subplots(), texts, theme)
+    _positions(figures[1].subplots(), texts, theme)
+    return figures
 
 
 def _codes(axes: Axes, texts: Texts, theme: Theme) -> None:

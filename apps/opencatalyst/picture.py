@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from hpcai.cli.report import pairs
 from hpcai.cli.report.pairs import Pair
-from hpcai.cli.report.picture import Table, arrays
+from hpcai.cli.report.picture import Finding, Table, arrays
 from hpcai.cli.report.theme import Theme
 from hpcai.errors import DataError
 
@@ -52,7 +52,11 @@ def caption(results: list[Pair]) -> str:
             " logarithmic far from it.")
 
 
-def draw(results: list[Pair], theme: Theme) -> Figure:
+def finding(results: list[Pair]) -> Finding:
+    return pairs.finding(results[0], "Each component of the forces on atoms of unseen frames is", "mean absolute error")
+
+
+def draw(results: list[Pair], theme: Theme) -> list[Figure]:
     return pairs.draw(results[:2], theme)
 
 

@@ -18,7 +18,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from hpcai.cli.report.picture import Table, arrays
+from hpcai.cli.report.picture import Finding, Table, arrays, compare_errors, format_measured
 from hpcai.cli.report.theme import WIDTH, Theme, escape_mathtext, format_score, panel_title
 from hpcai.errors import DataError
 from hpcai.models.openfold.residues import ATOM_ORDER, UNKNOWN
@@ -117,9 +117,9 @@ def caption(chains: list[Chain]) -> str:
     which = f"{total:,} validation chain{'s' * (total > 1)}"
     if total > shown:
         which = f"{shown} of {which}, evenly from the first to the last"
-    return (f"{which}. Left: Cα traces along the two longest axes of the true fold, the prediction superposed by least squares over"
-            " all known Cα; RMSD and GDT-TS are of this one superposition. Distances are between Cβ atoms (Cα of glycine), expected"
-            f" by the distogram, whose range ends at {FAR:g} Å, and true. Right: lDDT-Cα of each residue and the network's"
+    return (f"{which}. Above: Cα traces along the two longest axes of the true fold, the prediction superposed by least squares"
+            " over all known Cα; RMSD and GDT-TS are of this one superposition. Distances are between Cβ atoms (Cα of glycine),"
+            f" expected by the distogram, whose range ends at {FAR:g} Å, and true. Below: lDDT-Cα of each residue and the network's"
             " prediction of it, pLDDT. Residues that the true structure lacks are blank.")
 
 
@@ -137,22 +137,36 @@ def table(chains: list[Chain]) -> Table:
     return Table("Prediction per chain", note, head, rows)
 
 
-def draw(chains: list[Chain], theme: Theme) -> Figure:
-    shown = [chains[m] for m in select_shown(chains)]
-    figure = Figure(figsize=(WIDTH, 1.2 + 3.6 * len(shown)))
-    rows = figure.subplots(len(shown), 4, squeeze=False)
+def finding(chains: list[Chain]) -> Finding:
+    known = [chain for chain in chains if chain.known.any()]
+    if not known:
+        return Finding("No true structure is known of these chains, so that nothing can be compared.", "–", "lDDT-Cα")
+    rmsd = float(np.mean([chain.rmsd() for chain in known]))
+    radius = float(np.mean([chain.true[chain.known].std(0).dot(chain.true[chain.known].std(0)) ** 0.5 for chain in known]))
+    score = format_score(float(np.nanmean([chain.mean_lddt() for chain in known])), 0)
+    comparison = compare_errors(rmsd, radius, "all in one point")
+    sentence = f"Cα atoms of unseen chains are placed within {format_measured(rmsd)} Å (RMSD, mean of chains), {comparison}."
+    return Finding(sentence, f"{score} of 100", "lDDT-Cα, the share of distances between residues that are right; mean of chains")
+
+
+def draw(chains: list[Chain], theme: Theme) -> list[Figure]:
+    return [_draw(chains[m], theme) for m in select_shown(chains)]
+
+
+def _draw(chain: Chain, theme: Theme) -> Figure:
+    figure = Figure(figsize=(WIDTH, 2.7 * WIDTH))
+    rows = [["fold", "fold"], ["predicted", "true"], ["scores", "scores"]]
+    fold, predicted, true, scores = figure.subplot_mosaic(rows, height_ratios=(5, 3, 3)).values()  # type: ignore[arg-type]
     # Distant pairs fade into the background.
     scale = {"norm": Normalize(NEAR, FAR), "cmap": matplotlib.colormaps[theme.values].reversed(), "interpolation": "nearest"}
-    for chain, (fold, predicted, true, scores) in zip(shown, rows):
-        _fold(fold, chain, theme)
-        image = _distances(predicted, true, chain, scale, theme)
-        _scores(scores, chain, theme)
-    bar = figure.colorbar(image, ax=rows[:, 1:3], location="bottom", aspect=60, pad=0.02)
+    _fold(fold, chain, theme)
+    bar = figure.colorbar(_distances(predicted, true, chain, scale, theme), ax=[predicted, true], location="bottom", aspect=40)
     bar.set_label(f"distance [Å], cut off at {FAR:g}")
     bar.outline.set_visible(False)
+    _scores(scores, chain, theme)
     marks = [Line2D([], [], color=theme.faint, alpha=PALE, linewidth=TRUE, label="true trace")]
     marks += [Line2D([], [], color=color, linewidth=3, label=f"predicted, {name}") for _, name, color in BANDS]
-    figure.legend(handles=[*marks, *rows[0, 3].lines], loc="outside upper left", ncols=len(marks) + 2, fontsize=8.5)
+    figure.legend(handles=[*marks, *scores.lines], loc="outside upper left", ncols=2, fontsize=8)
     return figure
 
 
@@ -203,7 +217,6 @@ def _scores(axes: Axes, chain: Chain, theme: Theme) -> None:
         (chain.lddt, theme.main, 1.5, "true lDDT-Cα"), (chain.plddt, theme.second, 1.2, "predicted lDDT-Cα (pLDDT)"),
     ):  # fmt: skip
         axes.step(residues, values, where="mid", color=color, linewidth=width, label=label)
-    axes.set_box_aspect(1)
     axes.set(ylim=(0, 103), yticks=[0, *(least for least, _, _ in BANDS[:3]), 100], xlabel="residue")
     axes.grid(False, axis="x")
     means = f"mean: true {format_score(chain.mean_lddt(), 1)}, predicted (pLDDT) {chain.plddt.mean():.1f}"

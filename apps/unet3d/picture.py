@@ -16,7 +16,8 @@ HIGHER = ("dice",)
 PALETTE = ("#2f8fff", "#ff9f1c", "#00c08b", "#e64980", "#b197fc", "#f2e205")
 SOFT = -79.0, 250.0                                      # HU from black to white: soft tissue and enhanced kidneys apart
 KIND = ImageKind("slice", "Dice", colors="gray", palette=PALETTE, edge="#101010", enlarged=True)
-classes, caption, table, draw = masks.classes, *(partial(each, KIND) for each in (masks.caption, masks.table, masks.draw))
+classes = masks.classes
+caption, finding, table, draw = (partial(each, KIND) for each in (masks.caption, masks.finding, masks.table, masks.draw))
 
 
 def read(path: Path) -> Masks:

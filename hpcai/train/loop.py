@@ -30,6 +30,7 @@ from hpcai.train.run import Report, Result, Run
 from hpcai.train.schedule import make_lr_schedule
 from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
+from hpcai.train.step_clock import BETWEEN, Marks
 
 ENERGY = ("gpu", "cpu", "memory")
 """Kinds of energy: of GPUs, by each rank, and of CPUs and their memory, by the first rank of each node."""
@@ -97,18 +98,19 @@ def _count_parameters(model: nn.Module, mesh: Mesh) -> int:
 @dataclass
 class _Reading:
     """Sums of the steps up to ``position``, while they are copied to the host. The last values are the result of
-    ``Step.first_failures``."""
+    ``Step.first_failures``; ``marks`` are of a step up to there whose parts were measured on a GPU."""
 
     is_report: bool
     names: list[str]
     values: Tensor
     ready: Any
     position: dict[str, Any]
+    marks: Marks
 
 
 class _Training:
     def __init__(self, step: Step, data: Any, cfg: TrainConfig, validation: Any, metric: Metric | None, run: Run) -> None:
-        self.step, self.data, self.cfg, self.mesh = step, data, cfg, step.mesh
+        self.step, self.data, self.cfg, self.mesh, self.clock = step, data, cfg, step.mesh, step.clock
         self.validation, self.metric = validation, metric
         self.evaluation = choose_evaluation(step, metric, validation, cfg.evaluate)
         self.gpu, self._energy = GpuCounters(self.mesh.device), 0.0
@@ -123,7 +125,7 @@ class _Training:
         self._reported = self._saved = self._replicas_checked = 0
         self._reading: _Reading | None = None
         self._logged_save: SavedCheckpoint | CheckpointError | None = None
-        self._report_start: tuple[float, int] = (0.0, 0)
+        self._last_logged = (0, 0)  # step and samples of the last report
 
     def train(self) -> Result:
         startup.begin("other")
@@ -149,7 +151,8 @@ class _Training:
             ManualGC(self.cfg.collect_every) as self.collector,
             Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
         ):
-            self._report_start = (time.perf_counter(), self.progress.seen)
+            self._last_logged = (self.progress.step, self.progress.seen)
+            self.clock.end_interval(1, [])
             reason = ended if done else self._epochs(signals)
             self.progress.ended = self.result.reason = reason
             if done:
@@ -161,7 +164,8 @@ class _Training:
             self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.cause}")
         if not done:
             self._log_energy()
-        at = self._target_position or self._position()
+        parts = {part: seconds for part, seconds in self.clock.end_interval(1, [])[1].items() if part in BETWEEN}
+        at = (self._target_position or self._position()) | {"parts": parts}
         self.reports.emit("stop", **at, reason=reason, seconds=self.progress.seconds, target_reached=reason == "target")
         if self.evaluation is not None:
             self.evaluation.close(reason)
@@ -189,7 +193,10 @@ class _Training:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
             left = (self.data.samples - self.progress.sample) / self.data.batch_size
             more = self.steps - self.progress.step > left  # whether another epoch follows
-            for batch in self.data.epoch(self.progress.epoch, self.progress.sample, self.progress.late, more):
+            batches = self.data.epoch(self.progress.epoch, self.progress.sample, self.progress.late, more)
+            for batch in self.clock.wait_for(batches):
+                if self._report_is_near() or not self.clock.device_seconds:
+                    self.clock.measure_next_step()
                 values = self.step(batch, self.lr_at(self.progress.step))
                 self._after_step(values)
                 if self.progress.step >= self.steps:  # a signal now changes nothing: evaluate and save the end
@@ -209,6 +216,11 @@ class _Training:
             if not last and self._save_is_due(end_of_epoch=True):
                 self._save()
         return "finished"
+
+    def _report_is_near(self) -> bool:
+        """Whether a report may follow the next step: at the regular interval, and before an evaluation at the end of an epoch."""
+        step, epoch_ends = self.progress.step + 1, self.progress.sample + self.data.batch_size >= self.data.samples
+        return step % self.cfg.report_every == 0 or step == self.steps or epoch_ends
 
     def _after_step(self, values: dict[str, Value]) -> None:
         """Update sums and counters after a step, and write the reports and checkpoints that are due."""
@@ -274,7 +286,7 @@ class _Training:
         if self.mesh.device.type == "cuda":
             values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
             ready = torch.cuda.current_stream().record_event()
-        self._reading = _Reading(report, names, values, ready, self._position())
+        self._reading = _Reading(report, names, values, ready, self._position(), self.clock.take_marks() if report else [])
 
     def _log_reading(self) -> None:
         if self._reading is None:
@@ -288,16 +300,16 @@ class _Training:
         if not reading.is_report:
             return
         values = means(reading.names, sums)
-        now, (then, seen) = time.perf_counter(), self._report_start
-        self.progress.seconds += now - then
-        step, samples = reading.position["step"], reading.position["samples"]
-        self._report_start = (now, samples)
+        step, samples, (last_step, seen) = reading.position["step"], reading.position["samples"], self._last_logged
+        self._last_logged = (step, samples)
+        seconds, parts = self.clock.end_interval(step - last_step, reading.marks)
+        self.progress.seconds += seconds
         self.result.reports.append(Report(step, values))
         self._log_news(self.data)
         self._log_news(self.step)
         self.reports.emit(
-            "train", **reading.position, seconds=self.progress.seconds, samples_per_second=(samples - seen) / max(now - then, 1e-9),
-            lr=self.lr_at(step - 1), **values, **self._gpu_readings(samples - seen),
+            "train", **reading.position, seconds=self.progress.seconds, samples_per_second=(samples - seen) / max(seconds, 1e-9),
+            lr=self.lr_at(step - 1), **({"parts": parts} | values), **self._gpu_readings(samples - seen),
         )  # fmt: skip
 
     def _gpu_readings(self, samples: int) -> dict[str, float]:
@@ -353,9 +365,8 @@ class _Training:
     def _evaluate(self) -> None:
         if self.evaluation is not None:
             self._flush_reports()
-            began = time.perf_counter()
-            self.evaluation.start(self._position())
-            self._report_start = (self._report_start[0] + time.perf_counter() - began, self._report_start[1])
+            with self.clock.during("evaluate"):
+                self.evaluation.start(self._position())
 
     def _target_reached(self, wait: bool = False) -> bool:
         """Report finished evaluations (``wait``: all). Return whether one of them reached the target, the same on all ranks."""
@@ -363,9 +374,8 @@ class _Training:
             return False
         if not wait and self.progress.sample and self.progress.step % self.cfg.report_every:
             return False  # checked with the reports, when the host waits anyway
-        began = time.perf_counter()
-        evaluations = self.evaluation.results(wait)
-        self._report_start = (self._report_start[0] + time.perf_counter() - began, self._report_start[1])
+        with self.clock.during("evaluate"):
+            evaluations = self.evaluation.results(wait)
         reached = [self._log_evaluation(scored) for scored in evaluations]
         return any(reached)
 
@@ -407,10 +417,8 @@ class _Training:
         self._wait_for_save(final)
         if self._saved != self.progress.step:
             self.progress.late = self.data.deferred() if self.progress.sample else []
-            began = time.perf_counter()
-            with defer_interrupts():
+            with self.clock.during("save"), defer_interrupts():
                 self.checkpoints.async_save(self.step, self.progress)
-            self._report_start = (self._report_start[0] + time.perf_counter() - began, self._report_start[1])
             self._saved = self.progress.step
         if final and isinstance(outcome := self._wait_for_save(final), CheckpointError):
             raise outcome
@@ -420,9 +428,9 @@ class _Training:
         if self.checkpoints is None or not self.checkpoints.pending:
             return None
         waits, began = self.checkpoints.outcome is None, time.perf_counter()
-        outcome = self.checkpoints.wait()
+        with self.clock.during("save"):
+            outcome = self.checkpoints.wait()
         waited = time.perf_counter() - began
-        self._report_start = (self._report_start[0] + waited, self._report_start[1])
         self._log_save(outcome)
         if isinstance(outcome, CheckpointError):
             self._saved = -1

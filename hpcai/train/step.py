@@ -24,6 +24,7 @@ from hpcai.train.metrics import Value, has_finish
 from hpcai.train.optim import Optimizer
 from hpcai.train.profile import span
 from hpcai.train.replica_check import NEVER, ReplicaCheck
+from hpcai.train.step_clock import StepClock
 from hpcai.train.weight_averaging import WeightAverage
 
 Loss = Callable[..., dict[str, Value]]
@@ -68,6 +69,7 @@ class Step:
         self.cfg, self.messages = resolve_auto(cfg, mesh, graph is not None)
         self.messages += set_backend_flags(cfg, mesh.device)
         cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
+        self.clock = StepClock(mesh.device)
         self._seed = torch.initial_seed()
         self.model, dtype = model, torch.float64 if cfg.precision == "fp64" else None
         if cfg.shard == "weights" and mesh["replicate"].size > 1 and any(p.is_meta for p in model.parameters()):
@@ -93,6 +95,7 @@ class Step:
         if stages > 1 and pipeline is None:
             raise ConfigError(f"mesh.pipeline is {stages}, but the step has no pipeline; give pipeline=Pipeline(model, mesh)")
         self.pipeline: ForwardBackward = pipeline if pipeline is not None and stages > 1 else SingleStage(self.model, self.reducer)
+        self._passes = ("pipeline", "pipeline") if self.pipeline is pipeline else ("forward", "backward")
         self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._per_sample if each else self._forward_backward
         self._weight = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
@@ -108,9 +111,12 @@ class Step:
         self.optimizer.set_lr(self.cfg.lr if lr is None else lr)
         rng.seed_step(self._seed, self.mesh["replicate"].rank, self._steps)
         with span("step"):
+            if self._capture is not None:
+                self.clock.begin("graph")
             values = (self._capture or self._gradients)(batch)
             if self._capture is None or self.cfg.capture == "forward":
                 self._update(values)
+        self.clock.begin("other")
         self._steps += 1
         return values
 
@@ -133,9 +139,11 @@ class Step:
         return values
 
     def _gradients(self, batch: Any) -> dict[str, Value]:
+        self.clock.begin(self._passes[0])
         with span("gradients"):
             self.reducer.zero_grad()
             values = self.forward_backward(self.model, batch)
+        self.clock.begin("reduce")
         with span("sums"):
             self.reducer.reduce()
         return values
@@ -147,9 +155,11 @@ class Step:
             kwargs = {"counts": all_reduce_(counted, self.mesh["replicate"]) * self._weight}
 
         def measure(model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Value]]:
+            self.clock.begin(self._passes[0])
             values = self.loss(model, part, **kwargs)
             loss = _get_loss(values)
             detached = {name: _detach(value) for name, value in values.items()}
+            self.clock.begin(self._passes[1])
             return loss[0] if isinstance(loss, tuple) else loss * self._weight, detached
 
         self.reducer.is_last_backward = False  # the schedule may set it for the last micro-batch
@@ -167,8 +177,10 @@ class Step:
                     f"step.clip_per is sample, but a micro-batch has {count}; set step.accumulate to the samples of a replica, "
                     f"{self.cfg.accumulate * count}"
                 )
+            self.clock.begin("forward")
             with self.autocast():
                 values = self.loss(model, part)
+            self.clock.begin("backward")
             loss = _get_loss(values)
             values["loss"] = mean = loss[0] / loss[1] if isinstance(loss, tuple) else loss
             gradients = torch.autograd.grad(mean, parameters, allow_unused=True, materialize_grads=True)
@@ -182,6 +194,7 @@ class Step:
 
     @torch.no_grad()
     def _update(self, values: dict[str, Value]) -> None:
+        self.clock.begin("update")
         norm, scale, loss = self._norm(), None, _get_loss(values)
         if isinstance(loss, tuple):  # a sum: its gradient is divided by the global count
             loss, count = loss

@@ -65,7 +65,7 @@ class AppContract:
         """Assert values of the config ``name``."""
 
     def test_a_run_writes_weights_settings_metrics_and_a_report(self, app: App, data: Path) -> None:
-        from hpcai.cli.report import draw_run
+        from hpcai.cli.report import draw_run, read_run
 
         run = app.cached_run(data)
         common = ["checkpoints", "metrics.jsonl", "model.safetensors", "settings.yaml"]
@@ -73,7 +73,8 @@ class AppContract:
         expected = config.load(app.settings, app.small_config, app.overrides(data, run)[1:])
         assert config.load(app.settings, run / "settings.yaml") == expected
         page = draw_run(run).read_text()
-        assert self.report_text in page and "no picture" not in page and "http" not in page.replace("http://www.w3.org", "")
+        assert read_run(run).found is not None and "Where the time of a step went" in page
+        assert self.report_text in page and "no picture" not in page and "://" not in page.replace("http://www.w3.org", "")
 
     def test_several_ranks_train_as_one(self, app: App, data: Path, tmp_path: Path, job: str) -> None:
         ranks, *overrides = job.split()

@@ -110,6 +110,20 @@ def test_readings_of_the_gpu_and_a_trace_of_chosen_steps(tmp_path: Path) -> None
     assert names.count("mine") >= 2 and any("conv" in name.lower() or "gemm" in name.lower() for name in names)
 
 
+@cuda_only
+@pytest.mark.parametrize(("capture", "parts"), [("none", {"forward", "backward", "update"}), ("whole", {"graph"})])
+def test_the_parts_of_a_measured_step_have_times_of_the_gpu(capture: str, parts: set[str]) -> None:
+    step = new_step(capture=capture)
+    for i in range(WARM + 2):
+        if i == WARM + 1:
+            step.clock.measure_next_step()
+        step(make_batch(0))
+    torch.cuda.synchronize()
+    seconds, measured = step.clock.end_interval(WARM + 2, step.clock.take_marks())
+    assert set(step.clock.device_seconds) - {"reduce"} == parts <= set(measured)
+    assert 0 < sum(step.clock.device_seconds.values()) < seconds
+
+
 def mean_square(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"loss": model(x).float().square().mean()}
 

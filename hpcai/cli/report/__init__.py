@@ -31,8 +31,9 @@ def draw_run(run: Path) -> Path:
         page = document.render_page(record, images)
     folder = run / "plots"
     folder.mkdir(exist_ok=True)
-    for plot, (light, _) in images.items():
-        (folder / f"{plot.name}.png").write_bytes(light)
+    for plot, figures in images.items():
+        for number, (light, _) in enumerate(figures, 1):
+            (folder / f"{plot.name}{f'-{number}' if number > 1 else ''}.png").write_bytes(light)
     path = run / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
@@ -56,13 +57,13 @@ def compare_runs(runs: Sequence[Path], output: Path | None = None) -> Path:
     return path
 
 
-def _render(left_out: list[str], plot: "Plot") -> tuple[bytes, bytes] | None:
-    """Return the plot in the light and in the dark theme, or None if it fails."""
+def _render(left_out: list[str], plot: "Plot") -> list[tuple[bytes, bytes]] | None:
+    """Return each figure of the plot in the light and in the dark theme, or None if it fails."""
     from hpcai.cli.report.run import describe_error
     from hpcai.cli.report.theme import DARK, LIGHT
 
     try:
-        return plot.png(LIGHT), plot.png(DARK)
+        return list(zip(plot.png(LIGHT), plot.png(DARK)))
     except Exception as error:  # a failed plot is left out, and the page is still written
         left_out.append(f"{plot.title}: {describe_error(error)}")
         return None

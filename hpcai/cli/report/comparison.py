@@ -12,15 +12,16 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from hpcai.cli.report import document, step_time
 from hpcai.cli.report.curves import set_log_scale, smooth
-from hpcai.cli.report.document import Images, card, figure_cards, html_page, left_out_card, run_state, table
+from hpcai.cli.report.document import card, run_state, table
+from hpcai.cli.report.picture import Finding
 from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.theme import PALETTE, WIDTH, Plot, Theme, escape_mathtext
-from hpcai.log import flatten, format_duration, format_number
+from hpcai.log import flatten, format_duration, format_number, format_rate
 
 SEED = "train.seed"
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (7, 2, 1, 2)))
@@ -174,12 +175,12 @@ def plots(comparison: Comparison, names: Sequence[str]) -> Iterator[Plot]:
             comparison.left_out.append(f"{title}: no finite value of it yet in {', '.join(missing)}")
         if len(missing) < len(comparison.runs):
             caption = "Running mean; by step and by time of training." if kind == "train" else "By step and by time of training."
-            yield Plot(title, title, caption, partial(_overlay, comparison, kind, name), wide=True)
+            yield Plot(title, title, caption, partial(_overlay, comparison, kind, name))
 
 
-def _overlay(comparison: Comparison, kind: str, name: str, theme: Theme) -> Figure:
-    figure = Figure(figsize=(WIDTH, 4.2 + 0.16 * (len(comparison.runs) // 6)))
-    by_step, by_time = figure.subplots(1, 2, sharey=True)
+def _overlay(comparison: Comparison, kind: str, name: str, theme: Theme) -> list[Figure]:
+    figures = [Figure(figsize=(WIDTH, 3.2 + 0.16 * (len(comparison.runs) // 2))) for _ in range(2)]
+    by_step, by_time = (figure.subplots() for figure in figures)
     longest = max(run.seconds for run in comparison.runs.values())
     seconds_per_unit, unit = next((seconds_per_unit, unit) for minimum, seconds_per_unit, unit in UNITS if longest >= minimum)
     all_values = []
@@ -193,30 +194,53 @@ def _overlay(comparison: Comparison, kind: str, name: str, theme: Theme) -> Figu
         style |= {"marker": "o", "markersize": 3} if kind == "evaluate" else {}
         values = smooth(values) if kind == "train" else values
         by_step.plot(steps, values, label=escape_mathtext(label), **style)
-        by_time.plot(np.interp(steps, *run.training_time) / seconds_per_unit, values, **style)
-    _format_axes(by_step, "step", theme, comparison, name)
-    _format_axes(by_time, unit, theme, comparison, name)
-    by_step.set_ylabel(escape_mathtext(name))
+        by_time.plot(np.interp(steps, *run.training_time) / seconds_per_unit, values, label=escape_mathtext(label), **style)
     by_step.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if kind == "train" or not comparison.first.higher_is_better(name):
-        set_log_scale(by_step, np.concatenate(all_values))
-    figure.legend(loc="outside lower center", ncols=min(6, len(all_values)), fontsize=8.5)
-    return figure
-
-
-def _format_axes(axes: Axes, label: str, theme: Theme, comparison: Comparison, name: str) -> None:
-    axes.set_xlabel(label)
-    axes.margins(x=0.02)
     targets = {run.target(name) for run in comparison.runs.values()}
-    if len(targets) == 1 and (target := targets.pop()) is not None:
-        axes.axhline(target, color=theme.good, linewidth=1.2, linestyle=(0, (5, 3)))
+    target = targets.pop() if len(targets) == 1 else None
+    for figure, axes, label in zip(figures, (by_step, by_time), ("step", unit)):
+        axes.set(xlabel=label, ylabel=escape_mathtext(name))
+        axes.margins(x=0.02)
+        if target is not None:
+            axes.axhline(target, color=theme.good, linewidth=1.2, linestyle=(0, (5, 3)))
+        if kind == "train" or not comparison.first.higher_is_better(name):
+            set_log_scale(axes, np.concatenate(all_values))
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return figures
 
 
-def render_page(comparison: Comparison, columns: Sequence[Column], images: Images) -> str:
+def render_page(comparison: Comparison, columns: Sequence[Column], images: document.Images) -> str:
     title = f"{len(comparison.runs)} runs of {', '.join(comparison.apps)}"
-    header = f'<header><h1>{escape(title)}</h1></header><div class="faint">{escape(str(comparison.folder))}</div>'
     differing = [[name, *values] for name, values in comparison.differing_settings().items()]
     same = "<p>Nothing: settings, versions and processes are the same.</p>"
     differences = card("What differs", table(("", *comparison.runs), differing, "numbers") if differing else same)
-    cards = [_results(comparison, columns), _seeds(comparison, columns), differences]
-    return html_page(title, [header, *cards, figure_cards(images), left_out_card(comparison.left_out)])
+    return document.html_page(title, [
+        document.header(title, "", "", str(comparison.folder)), document.lead(_finding(comparison)), _tiles(comparison),
+        _results(comparison, columns), _seeds(comparison, columns), differences, document.figure_cards(images),
+        step_time.bars(comparison.runs), document.left_out_card(comparison.left_out),
+        document.details(f"Settings of {next(iter(comparison.runs))}", f"<pre>{escape(comparison.first.settings_text)}</pre>"),
+    ])  # fmt: skip
+
+
+def _finding(comparison: Comparison) -> Finding:
+    """Return the best run by the metric of the first one."""
+    name = comparison.first.metric or "loss"
+    values = {label: value for label, run in comparison.runs.items() if (value := _best(run, name)) is not None}
+    if not values:
+        return Finding(f"No run has a finite validation {name} yet.", "–", f"validation {name}")
+    ordered = sorted(values, key=lambda label: values[label], reverse=comparison.first.higher_is_better(name))
+    best, worst = ordered[0], ordered[-1]
+    number = format_number(values[best])
+    text = f"No run has a better validation {name} than {best}, {number}"
+    if values[best] != values[worst]:
+        text = f"{best} has the best validation {name}, {number}; {worst} has the worst, {format_number(values[worst])}"
+    return Finding(f"{text}.", number, f"best validation {name}")
+
+
+def _tiles(comparison: Comparison) -> str:
+    runs = comparison.runs.values()
+    rates = [rate for run in runs if (rate := run.throughput) is not None]
+    rows = [("runs", str(len(runs)), f"{sum(bool(run.stop) for run in runs)} ended"),
+            ("training time", format_duration(sum(run.seconds for run in runs)), "of all runs")]  # fmt: skip
+    rows += [("throughput", format_rate(max(rates)), f"of the fastest; {format_rate(min(rates))} of the slowest")] if rates else []
+    return document.tiles(rows)

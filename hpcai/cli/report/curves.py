@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report.run import RunRecord, metric_stem
-from hpcai.cli.report.theme import MARKS, PALETTE, Plot, Theme, escape_mathtext
+from hpcai.cli.report.theme import MARKS, PALETTE, WIDTH, Plot, Theme, escape_mathtext
 from hpcai.log import format_number
 
 LINES = (  # metrics of the training's reports
@@ -22,7 +22,7 @@ LINES = (  # metrics of the training's reports
 
 
 def _figure(run: RunRecord, theme: Theme, label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6.4, 3.5))
+    figure = Figure(figsize=(WIDTH, 3.0))
     axes = figure.subplots()
     axes.set_xlabel("step")
     axes.set_ylabel(escape_mathtext(label))
@@ -144,5 +144,5 @@ def plots(run: RunRecord) -> list[Plot]:
             result.append(Plot(slug, title, caption, partial(_draw_line, run, name, label)))
     if run.picture is not None and run.predictions is not None:
         draw = partial(run.picture.draw, run.predictions)
-        result.append(Plot(Path(run.picture.FILE).stem, run.picture.TITLE, run.caption, draw, wide=True))
+        result.append(Plot(Path(run.picture.FILE).stem, run.picture.TITLE, run.caption, draw))
     return result

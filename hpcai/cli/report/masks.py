@@ -19,15 +19,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from hpcai.cli.report.picture import Table, arrays, panels
+from hpcai.cli.report.picture import Finding, Table, arrays, format_measured
 from hpcai.cli.report.theme import PALETTE, WIDTH, Theme, escape_mathtext, format_score, hide_axes
 from hpcai.errors import DataError
 
 LEGEND = {"classes": "text K", "variables": "text V", "units": "text V", "fields": "real N H W V", "true": "whole N H W",
           "predicted": "whole N H W"}  # fmt: skip
 PANELS = 6                                               # maximum number of drawn images
-MAX_CELLS = 400                                               # pixels across; wider images get larger panels and are subsampled
-LETTERS_PER_INCH = 13                                             # of a title
+MAX_CELLS = 400                                          # pixels across; wider images are subsampled
+LETTERS = 60                                             # of a line of a title
 OPACITY, WRONG_OPACITY = 0.45, 0.8                               # of correctly and of wrongly predicted pixels
 
 
@@ -127,16 +127,29 @@ def table(kind: ImageKind, masks: Masks) -> Table:
     return Table("Prediction per class", note, head, rows)
 
 
-def draw(kind: ImageKind, masks: Masks, theme: Theme) -> Figure:
-    (count, height, width), field = masks.true.shape, masks.field(masks.colored)
-    columns = min(count, 2 if count == 4 or width > MAX_CELLS else 3)
-    inches = WIDTH / max(columns, 3 if kind.enlarged else 2) * (0.8 if width > MAX_CELLS else 1.0)
-    panel = inches * min(max(masks.aspect * (1.0 if kind.enlarged else height / width), 0.3), 1.5)
-    figure = Figure(figsize=(inches * columns, math.ceil(count / columns) * (panel + 0.45) + 1.2))
-    all_axes = panels(figure, count, columns)
+def finding(kind: ImageKind, masks: Masks) -> Finding:
+    """Return what a network finds of each class, compared with marking every pixel as this class."""
+    scores, cells = masks.scores(kind), masks.confusion.sum(0)
+    shares = cells.sum(1) / cells.sum()  # the IoU of a mask of all pixels
+    trivial = shares if kind.score == "IoU" else 2 * shares / (1 + shares)
+    texts = {name: f"{name}: {f'{kind.score} {format_measured(score)}' if score > 0 else 'none found'}"
+                   + (", no better than marking every cell" if 0 < score <= least else "")
+             for name, score, least in list(zip(masks.classes, scores, trivial))[1:] if not math.isnan(score)}  # fmt: skip
+    mean = float(np.nanmean(scores[1:])) if texts else math.nan
+    sentence = f"What the network finds on unseen {kind.image}s: {'; '.join(texts.values()) or 'nothing, where nothing is'}."
+    number = "none found" if mean == 0 else format_score(mean)
+    return Finding(sentence, number, f"mean {kind.score} of {' and '.join(texts) or 'no class'}; 1 is perfect")
+
+
+def draw(kind: ImageKind, masks: Masks, theme: Theme) -> list[Figure]:
+    (_, height, width), field = masks.true.shape, masks.field(masks.colored)
+    panel = WIDTH * min(max(masks.aspect * (1.0 if kind.enlarged else height / width), 0.3), 1.5)
     scale = Normalize(*masks.limits) if masks.limits else Normalize(np.nanmin(field), np.nanmax(field))
     stride = max(1, width // MAX_CELLS)
-    for m, axes in enumerate(all_axes):
+    figures = []
+    for m in range(len(field)):
+        figure = Figure(figsize=(WIDTH, panel + 0.9))
+        axes = figure.subplots()
         hide_axes(axes)
         rows = (-0.5, height - 0.5) if kind.origin == "lower" else (height - 0.5, -0.5)
         image_kwargs: dict[str, Any] = {"origin": kind.origin, "extent": (-0.5, width - 0.5, *rows), "interpolation": "nearest"}
@@ -148,14 +161,17 @@ def draw(kind: ImageKind, masks: Masks, theme: Theme) -> Figure:
         _draw_masks(axes, kind, masks, m, image_kwargs)
         pairs = list(zip(masks.classes, masks.scores(kind, masks.drawn[m])))[1:]
         scores = ", ".join(f"{name} {format_score(x)}" for name, x in pairs)
-        title = textwrap.fill(f"{kind.image.capitalize()} {masks.drawn[m]}: {scores}", int(LETTERS_PER_INCH * inches))
+        title = textwrap.fill(f"{kind.image.capitalize()} {masks.drawn[m]}: {scores}", LETTERS)
         axes.set_title(escape_mathtext(title), fontsize=10, fontweight="bold", loc="left")
-    extend = "both" if masks.limits else "neither"
-    bar = figure.colorbar(image, ax=all_axes, location="bottom", aspect=60, pad=0.02, shrink=0.5, extend=extend)
-    bar.set_label(_label(masks, masks.colored))
-    bar.outline.set_visible(False)
-    figure.legend(handles=_legend(kind, masks, theme), loc="outside upper left", ncols=6)
-    return figure
+        bar = figure.colorbar(image, ax=axes, location="bottom", aspect=40, pad=0.02, extend="both" if masks.limits else "neither")
+        bar.set_label(_label(masks, masks.colored))
+        bar.outline.set_visible(False)
+        if m == 0:
+            handles = _legend(kind, masks, theme)
+            figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(handles) / 2))
+            figure.legend(handles=handles, loc="outside lower left", ncols=2, fontsize=8)
+        figures.append(figure)
+    return figures
 
 
 def _colors(kind: ImageKind, masks: Masks) -> list[str]:

@@ -3,19 +3,18 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report.picture import Table, panels
+from hpcai.cli.report.picture import Finding, Table, compare_errors, format_measured
 from hpcai.cli.report.theme import WIDTH, Theme, escape_mathtext, panel_title
 from hpcai.log import format_number
 
-COLUMNS = 4                                              # panels in a row
 MAX_POINTS = 4000                                              # samples; more are drawn as a 2D histogram
 CELLS = 110                                              # along each axis
 
@@ -47,16 +46,13 @@ class Pair:
         return 1 - (self.rmse() / least) ** 2 if least > 0 else math.nan
 
 
-def draw(pairs: Sequence[Pair], theme: Theme) -> Figure:
-    columns = min(len(pairs), COLUMNS)
-    side = WIDTH / max(columns, 3)
-    figure = Figure(figsize=(side * columns, (side + 0.5) * math.ceil(len(pairs) / columns)))
-    for axes, pair in zip(panels(figure, len(pairs), columns), pairs):
-        _draw(axes, pair, theme)
-    return figure
+def draw(pairs: Sequence[Pair], theme: Theme) -> list[Figure]:
+    return [_draw(pair, theme) for pair in pairs]
 
 
-def _draw(axes: Axes, pair: Pair, theme: Theme) -> None:
+def _draw(pair: Pair, theme: Theme) -> Figure:
+    figure = Figure(figsize=(WIDTH, WIDTH + 0.3))
+    axes = figure.subplots()
     unit, (name, constant) = f" [{pair.unit}]" if pair.unit else "", pair.baseline
     both = np.concatenate((pair.true, pair.predicted))
     low, high = float(both.min()), float(both.max())
@@ -88,6 +84,7 @@ def _draw(axes: Axes, pair: Pair, theme: Theme) -> None:
     axes.legend(loc="upper left", fontsize=8)
     details = f"R² {pair.r2():.3f}   MAE {pair.mae():.3g}  ({name}: {pair.mae(constant):.3g})"
     panel_title(axes, escape_mathtext(pair.name), details, theme)
+    return figure
 
 
 def table(pairs: Sequence[Pair], note: str = "") -> Table:
@@ -100,3 +97,12 @@ def table(pairs: Sequence[Pair], note: str = "") -> Table:
                      *map(format_number, errors)))
     head = ("", "samples", "R²", "RMSE", "MAE", "RMSE of a constant", "MAE of a constant")
     return Table("Prediction per quantity", note, head, rows)
+
+
+def finding(pair: Pair, what: str, score: Literal["rms", "mean absolute error"]) -> Finding:
+    """Return what a network knows of a quantity, by its error and that of the constant baseline."""
+    name, constant = pair.baseline
+    error, baseline = (pair.rmse(), pair.rmse(constant)) if score == "rms" else (pair.mae(), pair.mae(constant))
+    number = format_measured(error) + (f" {pair.unit}" if pair.unit else "")
+    comparison = compare_errors(error, baseline, f"predicting {name}")
+    return Finding(f"{what} predicted within {number} ({score}), {comparison}.", number, f"{score} error of {pair.name}")

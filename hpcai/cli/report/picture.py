@@ -2,6 +2,9 @@
 
 The file is a module with the names of ``Picture``, found by the name of the app in the ``start`` event of a run. It may also have:
 
+``finding(found) -> Finding``
+    What the network learnt, the first words of the page, which must hold for a network that learnt nothing, too. Without it, they
+    are those of the metric in ``train.metric``.
 ``classes(found) -> list[str]``
     Names of classes, the first of which is the background. The curves of a metric that is evaluated for each class
     (``accuracy_cat``, ``accuracy_dog``) then have the colours of the picture. Before the first picture exists, the setting
@@ -17,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hpcai.cli.report.theme import Theme
@@ -35,6 +37,26 @@ class Table(NamedTuple):
     text: bool = False
 
 
+class Finding(NamedTuple):
+    """A sentence on what a network learnt from its data, and its number with the unit and the meaning."""
+
+    sentence: str
+    number: str
+    meaning: str
+
+
+def format_measured(value: float) -> str:
+    """Format a number of which a validation split gives two digits."""
+    return f"{float(f'{value:.2g}'):.10g}"
+
+
+def compare_errors(error: float, baseline: float, name: str) -> str:
+    """Return how much smaller an error is than that of the baseline ``name``, or that it is not."""
+    if not error < 0.95 * baseline:
+        return f"{'hardly' if error < baseline else 'no'} closer than {name} ({format_measured(baseline)})"
+    return f"{format_measured(baseline / error) if error > 0 else 'infinitely many'} times closer than {name}"
+
+
 class Picture(Protocol):
     """A kind of picture: functions that read, describe, draw and tabulate a run's file of predictions."""
 
@@ -49,8 +71,8 @@ class Picture(Protocol):
     def caption(self, contents: Any, /) -> str:
         """Return one to five sentences below the title."""
 
-    def draw(self, contents: Any, theme: Theme, /) -> Figure:
-        """Return the picture in the colours of ``theme``; called once for each theme."""
+    def draw(self, contents: Any, theme: Theme, /) -> Figure | Sequence[Figure]:
+        """Return the picture in the colours of ``theme``, as one figure or several; called once for each theme."""
 
     def table(self, contents: Any, /) -> Table | None:
         """Return statistics of all predictions, or None."""
@@ -82,11 +104,3 @@ def arrays(path: Path, legend: Mapping[str, str], optional: Sequence[str] = ()) 
         if kind == "text":
             loaded[name] = array.astype(str)
     return loaded
-
-
-def panels(figure: Figure, count: int, columns: int) -> list[Axes]:
-    """Return ``count`` panels in rows of ``columns``."""
-    all_axes = np.atleast_1d(figure.subplots(-(-count // columns), columns)).ravel()
-    for axes in all_axes[count:]:
-        axes.remove()
-    return all_axes[:count].tolist()

@@ -11,10 +11,10 @@ import yaml
 
 from hpcai import config
 from hpcai.cli import apps
-from hpcai.cli.report.picture import Picture, Table
+from hpcai.cli.report.picture import Finding, Picture, Table
 from hpcai.errors import DataError
 from hpcai.json_file import read_regular
-from hpcai.log import METRICS, read_metrics, select_metrics
+from hpcai.log import METRICS, format_number, read_metrics, select_metrics
 
 Series = tuple[np.ndarray, np.ndarray]                   # steps, values
 
@@ -35,6 +35,7 @@ class RunRecord:
     predictions: Any = None                                    # read from the run's file by the picture, with its
     caption: str = ""
     table: Table | None = None
+    found: Finding | None = None
     left_out: list[str] = field(default_factory=list)    # missing parts, with reasons
 
     def events_of(self, kind: str) -> list[dict[str, Any]]:
@@ -61,12 +62,42 @@ class RunRecord:
         return value
 
     def series(self, kind: str, name: str) -> Series:
-        pairs = {e["step"]: e[name] for e in self.events_of(kind) if "step" in e and isinstance(e.get(name), (int, float))}
+        """Return steps and values; NaN for a precision where nothing was found, which evaluations report as 1."""
+        events = [event for event in self.events_of(kind) if "step" in event and isinstance(event.get(name), (int, float))]
+        pairs = {event["step"]: math.nan if _found_nothing(event, name) else event[name] for event in events}
         return np.array(sorted(pairs)), np.array([pairs[step] for step in sorted(pairs)], dtype=float)
 
     def names(self, kind: str) -> list[str]:
         """Return the metrics of all events of ``kind``, in order of first occurrence."""
         return list(dict.fromkeys(name for event in self.events_of(kind) for name in select_metrics(event) if name != "time"))
+
+    @property
+    def metric(self) -> str | None:
+        """The metric of the run, or the first one that was evaluated."""
+        return self.setting("train.metric") or next(iter(self.names("evaluate")), None)
+
+    def describe(self, name: str, value: float) -> str:
+        return ("none found" if name.startswith("precision") else "none") if math.isnan(value) else format_number(value)
+
+    @property
+    def finding(self) -> Finding:
+        """What was learnt: by the app's picture, or by the run's metric, or by the loss."""
+        kind, name = ("evaluate", str(self.metric)) if self.metric in self.names("evaluate") else ("train", "loss")
+        finite = [pair for pair in zip(*self.series(kind, name)) if math.isfinite(pair[1])]
+        if self.found is not None or not finite:
+            return self.found or Finding(f"No report has a finite {name}.", self.describe(name, math.nan), name)
+        higher, target, (start, first) = self.higher_is_better(name), self.target(name), finite[0]
+        step, value = (self.best(name) if kind == "evaluate" else None) or finite[-1]
+        text = f"{name} of unseen samples" if kind == "evaluate" else "The training loss"
+        text += f" is {format_number(float(value))} at step {step:,}"
+        if len(finite) > 1:
+            better = value > first if higher else value < first
+            text += f", from {format_number(first)} at" if better else ", and did not get better after"
+            text += f" step {start:,}"
+        if target is not None:
+            reached = value >= target if higher else value <= target
+            text += f"; the target {format_number(target)} is {'reached' if reached else 'not reached'}"
+        return Finding(f"{text}.", format_number(float(value)), f"{name}; {'higher' if higher else 'lower'} is better")
 
     def target(self, name: str) -> float | None:
         return self.setting("train.target") if name == self.setting("train.metric") else None
@@ -138,6 +169,12 @@ class RunRecord:
         return {**events[-1], **total, **derived}
 
 
+def _found_nothing(event: Mapping[str, Any], name: str) -> bool:
+    """Whether ``name`` is a precision, or a mean of some, of which one is 1 with a recall of 0: no positive was predicted."""
+    names = [key for key in event if key == name or key.startswith(f"{name}_")] if name.startswith("precision") else []
+    return any(event[key] == 1 and event.get(key.replace("precision", "recall", 1)) == 0 for key in names)
+
+
 def metric_stem(metric: str) -> str:
     """Return the common prefix of a metric's parts."""
     return metric.removeprefix("mean_")
@@ -179,6 +216,7 @@ def _read_picture(run: RunRecord) -> None:
         return
     try:
         module = run.picture.read(path)
+        run.found = run.picture.finding(module) if hasattr(run.picture, "finding") else None
         run.caption, run.table, run.predictions = run.picture.caption(module), run.picture.table(module), module
     except Exception as error:  # a damaged archive fails in zipfile, zlib, tokenize, numpy or by lack of memory
         prefix = "" if isinstance(error, FileNotFoundError) else f"{path.name}: "

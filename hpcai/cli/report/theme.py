@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH = 13.2                                             # inches of a picture of full page width
-DPI = 160
+WIDTH = 4.8                                              # inches of a figure; on a phone it is as wide as the screen
+DPI = 200
 STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("plots.mplstyle"), use_default_template=False)
 
 
@@ -38,15 +38,14 @@ MARKS = ("s", "^", "D", "v", "P", "X")
 
 
 class Plot(NamedTuple):
-    """A picture of the page; drawn once per theme."""
+    """A picture of the page: one figure or several, which a phone shows one under another; drawn once per theme."""
 
     name: str
     title: str
     caption: str
-    draw: Callable[[Theme], Figure]
-    wide: bool = False
+    draw: Callable[[Theme], Figure | Sequence[Figure]]
 
-    def png(self, theme: Theme) -> bytes:
+    def png(self, theme: Theme) -> list[bytes]:
         colors: dict[Any, Any] = {
             "figure.facecolor": theme.paper, "axes.facecolor": theme.paper, "savefig.facecolor": theme.paper,
             "text.color": theme.ink, "axes.labelcolor": theme.faint, "axes.edgecolor": theme.grid, "axes.titlecolor": theme.ink,
@@ -54,9 +53,11 @@ class Plot(NamedTuple):
             "grid.color": theme.grid,
         }
         with matplotlib.rc_context({**STYLE, **colors}):
-            file = io.BytesIO()
-            self.draw(theme).savefig(file, format="png", dpi=DPI, metadata={"Software": None})
-        return file.getvalue()
+            drawn = self.draw(theme)
+            files = [(figure, io.BytesIO()) for figure in ([drawn] if isinstance(drawn, Figure) else drawn)]
+            for figure, file in files:
+                figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
+        return [file.getvalue() for _, file in files]
 
 
 def panel_title(axes: Axes, title: str, details: str, theme: Theme) -> None:

@@ -26,6 +26,9 @@ def test_the_page_lists_errors_of_every_parameter_relative_to_the_mean(tmp_path:
     error = r"(0\.\d{3,4})"
     assert re.search(rf"\$\\sigma\{{\$ 199 -?0\.000\d {error} {error} \1 \2 ", text)   # a prediction of the mean
     assert re.search(r"H_0 \[km/s/Mpc\] 199 -[23]\.\d+ ", text)
+    assert "Omega_m of unseen universes is predicted within 0 (rms), infinitely many times closer than predicting the mean." in text
+    words = [picture.finding(run.predictions[k:]).sentence.partition("(rms), ")[2] for k in (1, 2)]
+    assert words == ["no closer than predicting the mean (0.54).", "no closer than predicting the mean (0.6)."]
     assert "199 validation samples" in text                                        # one prediction is NaN
     assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
 

@@ -60,7 +60,8 @@ def test_the_page_shows_the_maps_and_their_scores(tmp_path: Path, monkeypatch: p
                   "All 2,592 cells of 3 maps together",
                   "class IoU cells predicted as background predicted as tropical cyclone predicted as atmospheric $river",
                   "background 0.9750 2,504 99.52 % 0.48 % 0.00 %", "tropical cyclone 0.6000 48 25.00 % 75.00 % 0.00 %",
-                  "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80"):
+                  "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80",
+                  "unseen maps: tropical cyclone: IoU 0.6; atmospheric $river: none found. 0.30 mean IoU of tropical cyclone"):
         assert entry in text, entry
     assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
     assert run.higher_is_better("iou_of_rain") and picture.classes(run.predictions) == NAMES
@@ -72,8 +73,9 @@ def test_the_page_shows_the_maps_and_their_scores(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_true_masks_are_outlined_and_predicted_masks_filled_in_the_colour_of_their_class(tmp_path: Path, theme: Any) -> None:
     masks = write_and_read(tmp_path, make_arrays(2))
-    figure = picture.draw(masks, theme)
-    for m, axes in enumerate(figure.axes[:2]):
+    figures = picture.draw(masks, theme)
+    for m, figure in enumerate(figures):
+        axes, bar = figure.axes
         lines = collect_outlines(axes)
         assert set(lines) == set(CLASSES[: 1 + m])
         corners = np.concatenate(lines[CLASSES[0]])
@@ -86,10 +88,10 @@ def test_true_masks_are_outlined_and_predicted_masks_filled_in_the_colour_of_the
         assert axes.get_ylim() == (-0.5, 23.5)                                  # the first row, the southernmost, is at the bottom
         title = " ".join(axes.get_title(loc="left").split())
         assert title == f"Map {m}: tropical cyclone 0.60, atmospheric \\$river {('–', '0.00')[m]}"
-    labels = [label.get_text() for label in figure.legends[0].get_texts()]
+        assert bar.get_xlabel() == "TMQ [kg/m2]"
+    labels = [label.get_text() for label in figures[0].legends[0].get_texts()]
     assert labels == ["tropical cyclone", r"atmospheric \$river", "filled: predicted", "deep: predicted, but not true",
                       "outlined: true", "PSL [Pa]"]  # fmt: skip
-    assert figure.axes[-1].get_xlabel() == "TMQ [kg/m2]"
 
 
 @pytest.mark.filterwarnings("error")
@@ -105,7 +107,7 @@ def test_maps_of_unusual_contents_are_drawn(tmp_path: Path) -> None:
         {name: np.repeat(make_arrays(1)[name], 12, axis=2) for name in ("fields", "true", "predicted")},
     ):
         arrays = make_arrays() | change
-        figure = picture.draw(write_and_read(tmp_path, {name: x[:1] if x.ndim > 1 else x for name, x in arrays.items()}), DARK)
+        (figure,) = picture.draw(write_and_read(tmp_path, {name: x[:1] if x.ndim > 1 else x for name, x in arrays.items()}), DARK)
         figure.draw_without_rendering()
 
 

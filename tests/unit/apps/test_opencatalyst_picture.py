@@ -42,7 +42,8 @@ def test_the_page_shows_energies_and_forces(tmp_path: Path, monkeypatch: pytest.
     write_pairs(tmp_path / "pairs.npz", {name: torch.as_tensor(values) for name, values in make_arrays().items()})
     run = report_runs.write_evaluated_run(tmp_path, "opencatalyst", "lower", *scores)
     text = report_runs.page_text(run)
-    for entry in ("Predicted and true energies and forces", "30 validation frames, 400 free atoms in them.",
+    for entry in ("Each component of the forces on atoms of unseen frames is predicted within 0.0", "closer than predicting no",
+                  "Predicted and true energies and forces", "30 validation frames, 400 free atoms in them.",
                   "force_cosine 0.8 80 0.8 80", "within 0.02 80 0.02 80", "best validation force_mae 0.1 at step 80"):
         assert entry in text, entry
     true, predicted = (make_arrays()["forces"][:, k].astype(float) for k in (0, 1))

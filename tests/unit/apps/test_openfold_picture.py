@@ -65,13 +65,15 @@ def test_the_page_shows_the_chains_and_their_scores(tmp_path: Path, monkeypatch:
     scores = [{"lddt": 0.4 * n, "loss": 1 / n, "gdt_ts": 0.3 * n, "drmsd": 4 / n} for n in (1, 2)]
     run = report_runs.write_evaluated_run(tmp_path, "openfold", "higher", *scores)
     text = report_runs.page_text(run)
-    for entry in ("Predicted and true structures 2 validation chains. Left: Cα traces", "Prediction per chain Means over 2 chains:",
+    for entry in ("Predicted and true structures 2 validation chains. Above: Cα", "Prediction per chain Means over 2 chains:",
                   "chain residues in the truth lDDT-Cα pLDDT GDT-TS RMSD of Cα [Å] 0abc_A 40 36 ", " 1abc_A 25 25 ",
                   "best validation lddt 0.8 at step 80", "gdt_ts 0.6 80 0.6 80", "drmsd 2 80 2 80"):
         assert entry in text, entry
     for chain in chains:
         scored = f"{np.nanmean(chain.lddt):.1f} {chain.plddt.mean():.1f} {chain.gdt_ts():.1f} {chain.rmsd():.2f}"
         assert f"{len(chain.plddt)} {chain.known.sum()} {scored}" in text, scored
+    assert f"are placed within {np.mean([chain.rmsd() for chain in chains]):.1f} Å (RMSD, mean of chains), " in text
+    assert f" times closer than all in one point. {np.mean([chain.mean_lddt() for chain in chains]):.0f} of 100 lDDT-Cα" in text
     assert f"RMSD {np.mean([chain.rmsd() for chain in chains]):.2f} Å." in text
     assert report_runs.is_drawn(picture, chains, monkeypatch)
 
@@ -101,7 +103,7 @@ def test_scores_equal_those_computed_by_hand() -> None:
 def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path, theme: Any) -> None:
     chain = make_chain(40, 0, [0, 11, 12, 14])
     chains = write_and_read(tmp_path, chain, make_chain(25, 1), names=["$odd_A", "x" * 60])
-    figure = picture.draw(chains, theme)
+    figure, other_figure = picture.draw(chains, theme)
     first = chains[0]
     fold, predicted, true, scores = figure.axes[:4]
     assert [axes.get_title(loc="left") for axes in figure.axes[:4]] == [
@@ -131,7 +133,7 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path, theme: Any) 
         assert line.get_color() == color and np.allclose(line.get_ydata(), chain[name], equal_nan=True, atol=1e-4)
         assert np.array_equal(line.get_xdata(), np.arange(40) + 1)
     assert subtitle(scores) == f"mean: true {lddt:.1f}, predicted (pLDDT) {chain['plddt'].mean():.1f}" and scores.get_ylim()[0] == 0
-    assert figure.axes[4].get_title(loc="left") == "x" * (picture.LETTERS - 1) + "…\n"
+    assert other_figure.axes[0].get_title(loc="left") == "x" * (picture.LETTERS - 1) + "…\n"
     labels = [label.get_text() for label in figure.legends[0].get_texts()]
     assert labels[1:5] == ["predicted, pLDDT above 90", "predicted, 70 to 90", "predicted, 50 to 70", "predicted, below 50"]
     figure.draw_without_rendering()

@@ -51,7 +51,8 @@ def test_the_page_shows_the_slices_and_their_scores(tmp_path: Path, monkeypatch:
     for entry in ("3 validation slices, 48 x 48 cells of 1.2 x 1.2 mm, the part with organs; the front is on top, the patient's",
                   "All 6,912 cells of 3 slices together.", "class Dice cells predicted as background",
                   "kidney 0.8881 284 10.56 % 89.44 % 0.00 %", "tumour 0.8571 16 0.00 % 25.00 % 75.00 %",
-                  "best validation mean_dice 0.9 at step 80, target 0.908"):
+                  "best validation mean_dice 0.9 at step 80, target 0.908",
+                  "unseen slices: kidney: Dice 0.89; tumour: Dice 0.86. 0.87 mean Dice of kidney and tumour"):
         assert entry.replace("'", "&#x27;") in text, entry
     assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
 

@@ -16,7 +16,7 @@ from matplotlib.image import imread
 import apps
 from hpcai import cli
 from hpcai.cli import report
-from hpcai.cli.report import curves, document, theme
+from hpcai.cli.report import curves, document, step_time, theme
 from hpcai.cli.report.theme import LIGHT
 from hpcai.errors import DataError
 from tests.reference_data import load_json
@@ -24,7 +24,7 @@ from tests.report_runs import page_text, visible_text, write_arrays, write_run
 
 PICTURE = """
 from matplotlib.figure import Figure
-from hpcai.cli.report.picture import Table, arrays
+from hpcai.cli.report.picture import Finding, Table, arrays
 
 FILE, TITLE, PALETTE, HIGHER = "toy.npz", "Guesses <of> the toy", ("#112233",), ("luck",)
 
@@ -36,6 +36,9 @@ def classes(data):
 
 def caption(data):
     return f"{len(data['guess'])} guesses."
+
+def finding(data):
+    return Finding("The toy guesses <well>.", "4 guesses", "at most")
 
 def draw(data, theme):
     figure = Figure(figsize=(6.4, 3.5))
@@ -54,6 +57,9 @@ START = {
 }
 
 
+PARTS = {"data": 0.0004, "forward": 0.03, "backward": 0.05, "update": 0.0096, "evaluate": 0.008}
+
+
 def events(last: int = 640, end: str | None = "target") -> Iterator[dict[str, Any]]:
     """Yield the events of a run that was stopped at step 320 and resumed."""
     yield START
@@ -62,9 +68,10 @@ def events(last: int = 640, end: str | None = "target") -> Iterator[dict[str, An
             yield START | {"time": 1.79e9 + 320, "resumed_from": 320}
             yield {"kind": "note", "time": 1.79e9 + 320, "step": 320, "text": "resumed <b>here</b>"}
         clock = (step if step <= 320 else step - 320) / 10
+        parts = PARTS | {"forward": 9.0 if step in (10, 330) else 0.03}
         loss = "NaN" if step == 200 else 0.02 + math.exp(-step / 100)
         yield {"kind": "train", "time": 1.79e9 + step, "step": step, "epoch": step / 80, "samples": 32 * step, "seconds": clock,
-               "samples_per_second": 412.0 if step > 10 else 30.0, "lr": 0.004, "loss": loss, "mae": 0.3}
+               "samples_per_second": 412.0 if step > 10 else 30.0, "lr": 0.004, "loss": loss, "mae": 0.3, "parts": parts}
         if step % 80 == 0:
             error = 0.1231 if step == 560 else 0.125 + 1 / step
             yield {"kind": "evaluate", "time": 1.79e9 + step, "step": step, "epoch": step / 80, "seconds": 2.0, "mae": error,
@@ -72,7 +79,7 @@ def events(last: int = 640, end: str | None = "target") -> Iterator[dict[str, An
             yield {"kind": "checkpoint", "time": 1.79e9 + step, "step": step, "path": f"ckpt/{step}", "seconds": .4, "bytes": 107e6}
     if end:
         yield {"kind": "stop", "time": 1.79e9 + last, "step": last, "epoch": last / 80, "samples": 32 * last, "reason": end,
-               "seconds": 32.0, "target_reached": end == "target"}
+               "seconds": 32.0, "target_reached": end == "target", "parts": {"save": 1.28}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,6 +112,61 @@ def test_the_page_describes_the_run(run: Path) -> None:
     for text in load_json("settings/report_page"):
         assert text in page, text
     assert "Left out" not in page
+
+
+def test_what_was_learnt_comes_first_and_details_are_folded(run: Path) -> None:
+    page = (run / "report.html").read_text()
+    titles = re.findall("<(h1|p|h2|summary)>([^<]*)", page)
+    assert [title for _, title in titles] == [
+        "toy", "The toy guesses &lt;well&gt;.", "Guesses &lt;of&gt; the toy", "Loss", "Validation mae", "Validation accuracy",
+        "Learning rate", "Throughput", "Where the time of a step went", "Guesses counted", "Evaluations", "The run", "Checkpoints",
+        "Notes", "Settings"]  # fmt: skip
+    assert [kind for kind, _ in titles] == ["h1", "p", *["h2"] * 7, *["summary"] * 6] and "<details open" not in page
+    assert page.index("4 guesses") < page.index("best validation mae") < page.index("Loss")
+
+
+def test_the_bar_has_the_parts_of_a_step_without_the_first_report_of_a_start(run: Path, tmp_path: Path) -> None:
+    record = report.read_run(run)
+    expected = {"data": 0.0004, "forward": 0.03, "backward": 0.05, "update": 0.0096, "evaluate": 0.008, "save": 0.002}
+    assert step_time.mean_parts(record) == pytest.approx(expected)
+    text = visible_text("<body>" + step_time.bars({"toy": record}))
+    assert "100 ms for each step 30 % 50 % waiting for data &lt;1 % 400 µs forward 30 % 30 ms backward 50 % 50 ms" in text
+    assert text.count("ms for each step") == 1 and "toy" not in text
+    widths = re.findall('flex-grow:([0-9.]+)', step_time.bars({"a": record, "b": record}))
+    assert sum(map(float, widths)) == pytest.approx(200, abs=0.1), "two bars of 100 %"
+    first = report.read_run(write_run(tmp_path, events(last=10, end=None)))
+    assert step_time.mean_parts(first)["forward"] == 9, "the only report"
+    old = [{key: value for key, value in event.items() if key != "parts"} for event in events(last=20)]
+    assert step_time.bars({"old": report.read_run(write_run(tmp_path, old))}) == "", "a run of an earlier version"
+
+
+def test_a_run_without_a_finding_begins_with_its_metric(tmp_path: Path) -> None:
+    """The words hold for a network that learns nothing, too."""
+    def sentence(*values: float, name: str = "mae", **train: Any) -> str:
+        event = {"kind": "evaluate", "time": 0.0, "seconds": 1.0, "recall": 0}
+        lines = [START, *(event | {"step": n, name: value} for n, value in enumerate(values, 1))]
+        return report.read_run(write_run(tmp_path, lines, {"train": {"metric": name, "better": "lower"} | train})).finding.sentence
+
+    assert sentence(3.0, 1.0, 2.0) == "mae of unseen samples is 1 at step 2, from 3 at step 1."
+    assert sentence(1.0, 2.0, target=0.5) == (
+        "mae of unseen samples is 1 at step 1, and did not get better after step 1; the target 0.5 is not reached.")
+    assert sentence(0.7, better="higher", target=0.5) == "mae of unseen samples is 0.7 at step 1; the target 0.5 is reached."
+    assert sentence(math.nan) == "No report has a finite mae."
+    assert sentence(1.0, 1.0, name="precision", better="higher") == "No report has a finite precision.", "nothing was found"
+    losses = [{"kind": "train", "time": 0.0, "step": n, "loss": n} for n in (1, 2)]
+    finding = report.read_run(write_run(tmp_path, [START, *losses])).finding
+    assert finding.sentence == "The training loss is 2 at step 2, and did not get better after step 1."
+
+
+def test_numbers_have_the_digits_that_they_have_and_nothing_found_is_not_the_best(tmp_path: Path) -> None:
+    event = {"kind": "evaluate", "time": 0.0, "seconds": 1.0, "recall": 0.25, "precision": 0.75}
+    lines = [START | {"epochs": 6.4171122994652405}, {"kind": "train", "time": 0.0, "step": 2, "epoch": 6.417112, "loss": 1.0},
+             event | {"step": 1, "recall_rain": 0.0, "precision_rain": 1.0, "recall_snow": 0.5, "precision_snow": 0.5},
+             event | {"step": 2, "recall_rain": 0.0, "precision_rain": 1.0, "recall_snow": 0.4, "precision_snow": 0.4}]
+    text = page_text(record := report.read_run(write_run(tmp_path, lines)))
+    assert "6.42 of 6.42" in text and "best 1" not in text
+    assert "precision none found none found 2" in text and "precision_rain none found none found 2" in text
+    assert "precision_snow 0.5 1 0.4 2" in text and record.best("precision") is None and record.best("recall") == (1, 0.25)
 
 
 def test_an_app_elsewhere_has_its_picture_on_the_page(run: Path) -> None:
@@ -165,7 +227,7 @@ def test_the_plots_are_written_and_not_blank(run: Path) -> None:
     assert {path.stem for path in (run / "plots").iterdir()} == names
     for path in (run / "plots").iterdir():
         picture = imread(path)
-        assert picture.shape[:2] == (175, 320)
+        assert picture.shape[:2] == ((175, 320) if path.stem == "toy" else (150, 240))
         assert picture[..., :3].std() > 0.02, f"{path.name} is blank"
 
 

@@ -47,7 +47,7 @@ def low_resolution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Draw pictures at low resolution in the first test, and none in the others."""
     monkeypatch.setattr(theme, "DPI", 30)
     if "sweep" not in request.node.name:
-        monkeypatch.setattr(theme.Plot, "png", lambda self, theme: b"")
+        monkeypatch.setattr(theme.Plot, "png", lambda self, theme: [b""])
 
 
 def comparison_text(*runs: Path) -> str:
@@ -71,12 +71,16 @@ def test_a_sweep_with_seeds_on_one_page(tmp_path: Path, capsys: pytest.CaptureFi
     assert "lr-0.002_seed-0 finished 40 0.2 0.075 0.05 0:00:40 0:00:40 100 40 300" in text
     assert "step.lr=0.001 3 0.11 ± 0.01 0.075 ± 0 0.05 ± 0 0:00:37 ± 0:00:06 0:00:40 ± 0:00:00 110 ± 10 41 ± 1 300 ± 0" in text
     assert "step.lr=0.002 3 0.21 ± 0.01" in text and "0.05 ± 0 – 0:00:40" in text, "only one has reached its target: no spread"
-    differs = text.split("What differs")[1]
+    differs = text.split("What differs")[1].split("Validation mae")[0]
+    assert "lr-0.001_seed-0 has the best validation mae, 0.1; lr-0.002_seed-2 has the worst, 0.22. 0.1 " in text.split("Results")[0]
+    assert "Settings of lr-0.001_seed-0" in text and "runs 6 6 ended training time 0:04:00 of all runs" in text
+    single = report.draw_run(runs[0]).read_text()
+    assert set(re.findall('class="([^"]*)"', page)) <= {*re.findall('class="([^"]*)"', single), "card wide"}, "one style"
     assert "step.lr 0.001 0.001 0.001 0.002 0.002 0.002 train.seed 0 1 2 0 1 2 Training loss" in differs
     for same in ("betas", "report.directory", "model.note", "torch"):
         assert same not in differs
     sources = re.findall(r'(?:src|srcset|href|url)[=(]"?([^">)]*)', page)
-    assert len(sources) == 6 and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert len(sources) == 12 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r"://|<script|<link|<iframe|@import", re.sub(r"base64,[^\"]*", "", page))
     for source in sources:
         assert imread(BytesIO(base64.b64decode(source.partition(",")[2])))[..., :3].std() > 0.02
@@ -89,7 +93,7 @@ def test_curves_are_overlaid_by_step_and_by_time(tmp_path: Path) -> None:
     assert overlay.metrics() == ["mae", "loss"], "the run's own metric first"
     plots = list(comparison.plots(overlay, overlay.metrics()))
     assert [plot.title for plot in plots] == ["Training loss", "Validation mae", "Validation loss"]
-    by_step, by_time = plots[1].draw(LIGHT).axes
+    by_step, by_time = (figure.axes[0] for figure in plots[1].draw(LIGHT))
     assert [line.get_label() for line in by_step.lines[:3]] == ["a", "b", "c"] and len(by_step.lines) == 4, "and the target"
     assert by_step.lines[0].get_xdata().tolist() == by_time.lines[0].get_xdata().tolist() == [10, 20, 30, 40], "across the resume"
     colors = [line.get_color() for line in by_step.lines[:3]]

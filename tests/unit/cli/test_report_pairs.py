@@ -8,7 +8,7 @@ import pytest
 from matplotlib.collections import PathCollection, QuadMesh
 from matplotlib.colors import to_rgb
 
-from hpcai.cli.report.pairs import MAX_POINTS, Pair, draw, table
+from hpcai.cli.report.pairs import MAX_POINTS, Pair, draw, finding, table
 from hpcai.cli.report.theme import DARK, LIGHT
 from tests.report_runs import subtitle
 
@@ -24,7 +24,7 @@ def pair(count: int, **kwargs: Any) -> Pair:
 ])  # fmt: skip
 def test_every_sample_is_drawn_with_true_on_x_and_predicted_on_y(theme: Any, count: int, kwargs: dict[str, Any]) -> None:
     samples = pair(count, **kwargs)
-    figure = draw([samples], theme)
+    (figure,) = draw([samples], theme)
     (axes,) = figure.axes
     diagonal, dashed = axes.get_lines()
     assert np.array_equal(diagonal.get_xdata(), diagonal.get_ydata()) and axes.get_xlim() == axes.get_ylim()
@@ -48,6 +48,7 @@ def test_every_sample_is_drawn_with_true_on_x_and_predicted_on_y(theme: Any, cou
 def test_the_table_has_errors_and_those_of_the_baseline() -> None:
     rows = table([Pair("a", np.array([1.0, 3.0]), np.array([1.0, 2.0])), Pair("b", np.ones(2), np.zeros(2), "K")], "caption").rows
     assert [*rows[0]] == ["a", "2", "0.5000", "0.7071", "0.5", "1", "1"]
+    assert finding(pair(30), "$odd is", "rms").sentence.endswith(" eV (rms), 1.9 times closer than predicting the mean.")
     constant = Pair("c", np.array([1.0, 3.0]), np.array([1.0, 2.0]), constant=("nothing", 0.0))
     assert [*table([constant]).rows[0]][2:] == ["0.9000", "0.7071", "0.5", "2.236", "2"]
     assert rows[1][0] == "b [K]" and rows[1][2] == "nan" and math.isnan(Pair("b", np.ones(2), np.zeros(2)).r2())
@@ -57,6 +58,7 @@ def test_the_table_has_errors_and_those_of_the_baseline() -> None:
 def test_odd_values_and_many_panels_are_drawn_too() -> None:
     odd = [Pair("one", np.ones(1), np.ones(1)), Pair("zeros", np.zeros(9), np.zeros(9), linear=1.0),
            Pair("far", np.arange(4.0), np.array([0, 1e30, 0, 0]), linear=0.1), *[pair(5)] * 3]  # fmt: skip
-    figure = draw(odd, DARK)
-    figure.draw_without_rendering()
-    assert len(figure.axes) == len(odd)
+    figures = draw(odd, DARK)
+    for figure in figures:
+        figure.draw_without_rendering()
+    assert len(figures) == len(odd)
