@@ -1,4 +1,4 @@
-"""Fixtures of data preparation: no launcher's environment, forked workers, short checks, and the small data set of a module."""
+"""Fixtures of data preparation: no environment of a launcher, forked workers, checks in this process, the data set of a module."""
 
 import multiprocessing
 from functools import partial
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from data_prep import command, store
-from hpcai.cli.check import Options
+from hpcai.cli.check import Options, pool
+from tests.inline_worker import InlineWorker
 from tests.reference_data import load_json
 
 
@@ -16,7 +17,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(store, "get_context", lambda kind: multiprocessing.get_context("fork"))
-    monkeypatch.setattr(command, "Options", partial(Options, threads=1))  # each thread starts an interpreter
+    monkeypatch.setattr(command, "Options", partial(Options, threads=1))
+    monkeypatch.setattr(pool, "Worker", InlineWorker)
 
 
 @pytest.fixture(scope="module")

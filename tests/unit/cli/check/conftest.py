@@ -1,35 +1,13 @@
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpcai.cli.check import pool
-from hpcai.errors import DataError
+from tests.inline_worker import InlineWorker
 from tests.unit.cli.check.datasets import arrays, index, write
-
-
-class InlineWorker:
-    """A worker in the process of the test."""
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def call(self, task: pool.Task, *args: Any, advance: Callable[[int], None]) -> Any:
-        result = None
-        try:
-            for result in task(*args):
-                if isinstance(result, int):
-                    advance(result)
-        except Exception as error:
-            raise error if isinstance(error, DataError) else DataError(f"{type(error).__name__}: {error}") from error
-        return result
-
-    def kill(self, stop: bool = False) -> None:
-        pass
-
 
 Worker = pool.Worker
 
