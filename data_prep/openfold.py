@@ -276,7 +276,11 @@ def search_templates(work: Path, selected: Sequence[SelectedChain], most: int) -
     for chain in selected:
         query, entry, matches = scanned[chain_key(chain.name)], chain_key(chain.name).rpartition("_")[0], list[Match]()
         limits: dict[str, Any] = {"entry": entry, "before": query.release, "most": most, "reject": reject}
-        for file in _hit_files(chain.folder):
+        folder, paths = chain.folder, list[Path]()
+        if folder is not None:                  # first the hit files in its hhr folder, then those beside its alignments
+            root = folder.parent if folder.name == "a3m" else folder
+            paths = [path for parent in dict.fromkeys((root / "hhr", root, folder)) for path in sorted(parent.glob("*.hhr*"))]
+        for file in (path for path in paths if re.fullmatch(r"[^.].*\.hhr(\.gz)?", path.name)):
             try:
                 matches += select_hits(read_hhr(file), query.sequence, chain_info, **limits)[0]
             except DataError as problem:
@@ -284,15 +288,6 @@ def search_templates(work: Path, selected: Sequence[SelectedChain], most: int) -
         best = sorted(matches, key=lambda match: -match.sum_probs)[:most]
         all_hits.append([(match.name, float(match.sum_probs), match.residue_map.tolist()) for match in best])
     return {"hits": all_hits, "refused": refused}
-
-
-def _hit_files(folder: Path | None) -> list[Path]:
-    """Return the hit files in the chain's hhr folder, then those beside its alignments."""
-    if folder is None:
-        return []
-    root = folder.parent if folder.name == "a3m" else folder
-    paths = [path for parent in dict.fromkeys((root / "hhr", root, folder)) for path in sorted(parent.glob("*.hhr*"))]
-    return [path for path in paths if re.fullmatch(r"[^.].*\.hhr(\.gz)?", path.name)]
 
 
 # ---- convert: files

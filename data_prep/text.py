@@ -360,7 +360,10 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
     settings, tokenizer, size = _parse_options(options)
     out, work = options.out, options.out / WORK
     names = [f"{source.root} {source.split} {source.name} {source.path.stat().st_size}" for source in sources]
-    named = {"tokenizer": options.tokenizer if tokenizer is None else tokenizer.identity, "frame": tokenizer and _frame(tokenizer)}
+    named: dict[str, Any] = {"tokenizer": options.tokenizer, "frame": None}
+    if tokenizer is not None:                   # the tokens of a document depend on special tokens and the chat template too
+        template = hashlib.sha256(json.dumps(tokenizer.config.get("chat_template")).encode()).hexdigest()[:16]
+        named = {"tokenizer": tokenizer.identity, "frame": [tokenizer.prefix, tokenizer.end_tokens, template]}
     if endings := Counter(source.path.suffix for source in sources if documents.file_kind(source.path) == "text"):
         counts_by_ending = ", ".join(f"{count:,} {ending or 'files'}" for ending, count in endings.most_common())
         command.print_rank_0(f"read as one text each: {counts_by_ending}")
@@ -440,12 +443,6 @@ def _parse_options(options: argparse.Namespace) -> tuple[TextSettings, Tokenizer
         raise ConfigError(f"--chat: {options.tokenizer} has no chat template that marks answers by {{% generation %}} blocks; "
                           "put such a template into its tokenizer_config.json")  # fmt: skip
     return settings, tokenizer, tokenizer.size
-
-
-def _frame(tokenizer: Tokenizer) -> list[Any]:
-    """Return the special tokens and the digest of the chat template, on which the tokens of a document depend too."""
-    template = json.dumps(tokenizer.config.get("chat_template"))
-    return [tokenizer.prefix, tokenizer.end_tokens, hashlib.sha256(template.encode()).hexdigest()[:16]]
 
 
 def _plan_files(

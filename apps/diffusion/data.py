@@ -67,7 +67,15 @@ class Fields(Samples):
         high, low = values["high"], values.get("low")
         if self.turn is not None or self.box:
             turn = self.draw_turn(index, epoch)
-            high = self._local(high, turn) if self.box else self._copy(turn.apply(high, turn.shift))
+            if self.box:
+                rows, slices = self._row_range(turn), [slice(*ends) for ends in turn.source_box(self.box, self._size)]
+                moves = turn.shift
+                if rows is not None:  # they were read alone
+                    moves, slices[0] = (0, *turn.shift[1:]), slice(None)
+                moved = np.roll(high, moves, tuple(range(1, high.ndim))) if any(moves) else high
+                high = self._copy(turn.apply(moved[(slice(None), *slices)], ()))
+            else:
+                high = self._copy(turn.apply(high, turn.shift))
             if low is not None and self.turn is not None:
                 low = self._copy(turn.apply(low, [by // self._factor for by in turn.shift]))
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
@@ -88,15 +96,6 @@ class Fields(Samples):
         (first, end), n = turn.source_box(self.box, self._size)[0], self._size[0]
         begin = (first - turn.shift[0]) % n
         return None if begin + end - first > n else (begin, begin + end - first)
-
-    def _local(self, high: Any, turn: Turn) -> Any:
-        rows, ranges = self._row_range(turn), turn.source_box(self.box, self._size)
-        moves = turn.shift if rows is None else (0, *turn.shift[1:])
-        slices = [slice(*range_) for range_ in ranges]
-        if rows is not None:
-            slices[0] = slice(None)
-        moved = np.roll(high, moves, tuple(range(1, high.ndim))) if any(moves) else high
-        return self._copy(turn.apply(moved[(slice(None), *slices)], ()))
 
     def _copy(self, x: Any) -> Any:
         return self.rows.reader.memory.copy(x)

@@ -314,7 +314,14 @@ def _shell_lines(job: Job) -> list[str]:
         if root != folder.resolve() and root not in installed:
             lines += [f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"]  # of the app
         lines += [*([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
-    lines += [*_environment_lines(job), "HPCAI_STAGE="]
+    if args.environment:  # the archive, and the folder to unpack it to on each node: by default one for each start of the job
+        parent = next(iter(job.site.facts.get("local", "").split()), "/tmp")
+        path = f"{parent}/hpcai-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
+        path = _expand_in_shell(args.environment_at) if args.environment_at else path
+        lines += [assign("HPCAI_ENVIRONMENT", str(Path(args.environment).absolute())), f'HPCAI_AT="{path}"']
+    elif not job.site.pbs:
+        lines += ["HPCAI_ENVIRONMENT="]
+    lines += ["HPCAI_STAGE="]
     if args.stage:
         source = job.settings.data.directory  # type: ignore[attr-defined]
         lines[-1:] = [assign("HPCAI_DATA", str(source)), f'HPCAI_STAGE="{_expand_in_shell(args.stage)}"']
@@ -329,17 +336,6 @@ def _shell_lines(job: Job) -> list[str]:
             lines += [f'  {number}) {assign("HPCAI_RUN", str(task.directory))}; set -- "$@" {shlex.join(task.overrides)} ;;']
         lines += ["esac"]
     return lines
-
-
-def _environment_lines(job: Job) -> list[str]:
-    """Return the lines with the archive and the folder to unpack it to on each node: by default one for each start of the job."""
-    if not job.args.environment:
-        return [] if job.site.pbs else ["HPCAI_ENVIRONMENT="]
-    parent = next(iter(job.site.facts.get("local", "").split()), "/tmp")
-    path = f"{parent}/hpcai-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
-    if job.args.environment_at:
-        path = _expand_in_shell(job.args.environment_at)
-    return [assign("HPCAI_ENVIRONMENT", str(Path(job.args.environment).absolute())), f'HPCAI_AT="{path}"']
 
 
 def _paths_to_mount(settings: RunConfig, arguments: Sequence[str]) -> list[Path]:

@@ -84,17 +84,14 @@ def expand_hostlist(hosts: str) -> list[str]:
     """Expand a Slurm list such as ``nid[001-003,7],gpu[1-2]-ib[0-1],login``, in order. Containers seldom have scontrol."""
     names = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", hosts):
-        parts = [_expand_range(part[1:-1]) if part.startswith("[") else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]
-        names += ["".join(choice) for choice in product(*parts)]
+        choices: list[list[str]] = []
+        for part in re.findall(r"\[[^\]]*\]|[^\[]+", item):
+            choices.append([] if part.startswith("[") else [part])
+            for numbers in part[1:-1].split(",") if part.startswith("[") else ():
+                first, _, last = numbers.partition("-")
+                choices[-1] += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+        names += ["".join(choice) for choice in product(*choices)]
     return names
-
-
-def _expand_range(numbers: str) -> list[str]:
-    items = []
-    for part in numbers.split(","):
-        first, _, last = part.partition("-")
-        items += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
-    return items
 
 
 def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:

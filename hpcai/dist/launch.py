@@ -86,7 +86,12 @@ def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
     startup.begin("processes")
     sizes: Mapping[str, int] = axes.model_dump() if hasattr(axes, "model_dump") else dict(axes)
     info = read_rank_info()
-    _check_mpi_world(info)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if info.world == 1 and mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
+        raise LaunchError(
+            f"this process seems to be alone ({info.launcher}), but MPI has {mpi.COMM_WORLD.size} ranks; set RANK, WORLD_SIZE, "
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for this launcher"
+        )
     if info in (INTERACTIVE_SHELL, BATCH_SHELL):
         logger.info("this is one process, in %s; to start one for each task, put srun before the command", info.launcher)
     if torch_dist.is_initialized():
@@ -119,15 +124,6 @@ def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
         mesh = Mesh(sizes, info.world, info.rank, local_device, _read_timeout())
         startup.begin("data")
         yield mesh
-
-
-def _check_mpi_world(info: RankInfo) -> None:
-    mpi = sys.modules.get("mpi4py.MPI")
-    if info.world == 1 and mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
-        raise LaunchError(
-            f"this process seems to be alone ({info.launcher}), but MPI has {mpi.COMM_WORLD.size} ranks; set RANK, WORLD_SIZE, "
-            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for this launcher"
-        )
 
 
 class _MPIError(LaunchError):

@@ -20,7 +20,7 @@ from hpcai.data.direct import ALIGN, Reader, align_up
 from hpcai.data.index import write_json
 from hpcai.data.stage.copy import Ring, RingCopy, write_error
 from hpcai.data.stage.exchange import Exchange, open_exchange
-from hpcai.data.stage.plan import RECORD, expand_on_node, read_record, scan
+from hpcai.data.stage.plan import RECORD, expand_on_node, is_copy, read_record, scan
 from hpcai.dist.collectives import all_gather_object, all_reduce_, broadcast_from_first
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, HpcaiError, LaunchError
@@ -202,7 +202,8 @@ class _Job:
         def look() -> None:
             record = read_record(self.target, self.source)
             reusable = record is not None and (record.verified or not self.verify)
-            self.missing = self.assigned & ~np.array([reusable and file.is_copied(self.target / file.name) for file in self.files])
+            copies = [is_copy(self.target / file.name, file.bytes, file.mtime_ns) for file in self.files]
+            self.missing = self.assigned & ~(np.array(copies) & reusable)
             self.recorded = record.files if record is not None else {}
             self.verified = self.verify or bool(record is not None and record.verified and not self.missing.any())
             to_copy = sum(align_up(size) for size in self.size[self.missing].tolist())
@@ -278,7 +279,8 @@ class _Job:
     def _write_record(self) -> None:
         """Write the list of complete files. Raises DataError if that fails."""
         path = self.target / RECORD
-        complete = {file.name: (file.bytes, file.mtime_ns) for file in self.files if file.is_copied(self.target / file.name)}
+        stats = {file.name: (file.bytes, file.mtime_ns) for file in self.files}
+        complete = {name: stat for name, stat in stats.items() if is_copy(self.target / name, *stat)}
         try:
             write_json(path, {"format": 2, "source": str(self.source), "verified": self.verified, "files": complete})
         except OSError as error:

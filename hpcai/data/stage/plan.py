@@ -32,12 +32,9 @@ class SourceFile(NamedTuple):
     sha256: str | None
     shard: int | None
 
-    def is_copied(self, path: Path) -> bool:
-        """Whether a complete copy of the file is at ``path``."""
-        return _matches(path, self.bytes, self.mtime_ns)
 
-
-def _matches(path: Path, size: int, mtime_ns: int) -> bool:
+def is_copy(path: Path, size: int, mtime_ns: int) -> bool:
+    """Whether a complete copy of a file of this size and time is at ``path``."""
     try:
         status = os.stat(path)
     except OSError:
@@ -90,7 +87,7 @@ def staged_paths(target: str | Path, source: str | Path, check: bool = True) -> 
     record = read_record(target, source.resolve())
     if record is None:
         raise DataError(f"{target / RECORD}: not there; run hpcai data stage {source} {target} on this node, or read {source}")
-    names = [name for name, stat_ in record.files.items() if not check or _matches(target / name, *stat_)]
+    names = [name for name, stat_ in record.files.items() if not check or is_copy(target / name, *stat_)]
     if len(names) < len(record.files):
         logger.warning("%s: %d of %d staged files are gone or changed", target, len(record.files) - len(names), len(record.files))
     return {source / name: target / name for name in names}

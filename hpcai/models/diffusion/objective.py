@@ -41,7 +41,14 @@ def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
     of the sample and the epoch: the same for any number of ranks, and after a resume."""
     uniform = uniforms(model.seed, TIMES, batch.indices, batch.epoch, (2,), dtype=torch.float64)
     time = model.objective.sample_times(uniform[:, 0], _to_normal(uniform[:, 1]))
-    return {"loss": _sample_errors(model, batch, (NOISE, LATENTS, batch.epoch), time, _drop_conditions(model, batch)).mean()}
+    rate, condition = model.cfg.unconditional, batch.condition
+    if rate:  # drop the condition of a random fraction of the samples, for classifier-free guidance
+        dropped = uniforms(model.seed, DROPPED, batch.indices, batch.epoch, (1,))[:, 0] < rate
+        empty = model.unconditional(condition)
+        pairs = {name: (x, getattr(empty, name)) for name, x in condition._asdict().items() if x is not None}
+        chosen = {name: torch.where(dropped.view(-1, *(1,) * (x.ndim - 1)), none, x) for name, (x, none) in pairs.items()}
+        condition = Condition(**chosen)
+    return {"loss": _sample_errors(model, batch, (NOISE, LATENTS, batch.epoch), time, condition).mean()}
 
 
 def score(model: Any, batch: Batch, offset: float = 0.5) -> dict[str, Any]:
@@ -86,17 +93,6 @@ def _sample_errors(model: Any, batch: Batch, counter: tuple[int, int, Tensor | i
     noisy = model.objective.add_noise(x0, noise, time)
     errors: Tensor = model.objective.loss(model(noisy.input, noisy.time, condition), noisy, model.grid)
     return errors
-
-
-def _drop_conditions(model: Any, batch: Batch) -> Condition:
-    """Replace the condition of a random fraction ``cfg.unconditional`` of the samples, for classifier-free guidance."""
-    rate, condition = model.cfg.unconditional, batch.condition
-    if not rate:
-        return condition
-    dropped = uniforms(model.seed, DROPPED, batch.indices, batch.epoch, (1,))[:, 0] < rate
-    empty = model.unconditional(condition)
-    pairs = {name: (x, getattr(empty, name)) for name, x in condition._asdict().items() if x is not None}
-    return Condition(**{name: torch.where(dropped.view(-1, *(1,) * (x.ndim - 1)), none, x) for name, (x, none) in pairs.items()})
 
 
 def _to_normal(uniform: Tensor) -> Tensor:
