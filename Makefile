@@ -121,7 +121,7 @@ $(OLDEST)/.made: pyproject.toml
 
 # Kernels, networks, the loop and the parallel forms; each kernel compiled for an H100, with what it takes of one; all that waits for a
 # GPU, at tiny sizes.
-FORMS = $(foreach form,data_parallel fsdp spatial tensor context pipeline batchnorm openfold llm llm_quantized deferred_init evaluation,tests/ranks/test_$(form).py)
+FORMS = $(foreach form,data_parallel fsdp spatial tensor context pipeline batchnorm openfold llm llm_quantized evaluation,tests/ranks/test_$(form).py)
 CLIMB = HPCAI_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(OLDEST)/bin/python tests/gpu/run.py --out runs/rungs-$(1) --budget 1200 --rung
 test-oldest: $(OLDEST)/.made
 	@echo "== tests with the lowest versions"

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, residues
 from hpcai.models.openfold.alignments import Alignment
-from hpcai.models.openfold.evoformer import Masks
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, collate, featurize
 from hpcai.models.openfold.geometry import Frames, quat_to_rot, torsion_angles_to_frames
 from hpcai.models.openfold.layers import Dropout
@@ -77,11 +76,6 @@ def without_dropout(model: OpenFold) -> OpenFold:
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
     return model
-
-
-def unsharded_masks(msa: Tensor, pair: Tensor) -> Masks:
-    """Return the masks of an unsharded Evoformer block. Shape: msa [B, S, R], pair [B, R, R]."""
-    return Masks(msa, msa, pair, msa.transpose(1, 2) @ msa, (msa.shape[1], msa.shape[2]))
 
 
 def pdb_chain(name: str) -> Chain:

@@ -15,6 +15,7 @@ interrupt_imports("hpcai")
 COMMANDS = {
     "run": "APP CONFIG ...     train an app, as python -m apps.APP does, also without a checkout",
     "prepare": "NAME ...        make the files that an app reads, as python -m data_prep.NAME does",
+    "new": "NAME            write a model of your own with its app, data and test, as a start that works",
     "report": "RUN [RUN ...]  render a run's directory as one page, RUN/report.html, with its plots; or compare several runs",
     "data": "check | stage   validate a data set, or copy it to node-local disks",
     "checkpoint": "show | export   list and verify a run's checkpoints, or export the weights of the newest",

@@ -51,21 +51,15 @@ def app_folder(name: str) -> Path:
 def package_folders(package: str) -> list[str]:
     """Return the folders of the package ``apps`` or ``data_prep``, or an empty list, and make it importable: here through
     ``sys.path``, and in child processes that receive this path."""
-    if SUITE.is_dir():
-        sys.path[:] = dict.fromkeys([str(SUITE), *sys.path, str(Path.cwd())])
-    elif find_spec(package) is None:  # an installed command has neither the current folder nor the checkout on its path
-        sys.path[:] = dict.fromkeys([*sys.path, str(Path.cwd()), str(Path(hpcai.__file__).parents[1])])
+    suite, checkout = [str(SUITE)] if SUITE.is_dir() else [], str(Path(hpcai.__file__).parents[1])
+    # An installed command has neither the current folder nor the checkout on its path.
+    sys.path[:] = dict.fromkeys([*suite, *sys.path, str(Path.cwd()), checkout])
     if find_spec(package) is None:
         return []
     module = import_module(package)
     if not hasattr(module, "__path__"):
         raise ConfigError(f"{module.__file__}: another module has the name {package}; start from another folder, or rename it")
     return list(module.__path__)
-
-
-def apps_root() -> str:
-    """Return the folder that contains `apps`, which must be on Python's path to run an app."""
-    return str(Path(next(iter(_app_folders().values()))).parents[1])
 
 
 def _app_folders() -> dict[str, str]:

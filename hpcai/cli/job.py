@@ -309,10 +309,10 @@ def _shell_lines(job: Job) -> list[str]:
         lines += [assign("HPCAI_IMAGE", image), assign("HPCAI_PYTHON", "python")]
         lines += [assign("HPCAI_FOLDERS", ",".join(map(str, _paths_to_mount(job.settings, job.overrides[:1]))))]
     else:
-        root, none = Path(apps.apps_root()).resolve(), job.site.facts.get("container") == "none"
+        root, none = apps.app_folder(job.app).parents[1].resolve(), job.site.facts.get("container") == "none"
         installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
         if root != folder.resolve() and root not in installed:
-            lines += [f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"]  # of the apps
+            lines += [f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"]  # of the app
         lines += [*([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
     lines += [*_environment_lines(job), "HPCAI_STAGE="]
     if args.stage:

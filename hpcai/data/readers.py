@@ -21,8 +21,8 @@ MEMORY_FRACTION = 0.6
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process and its page cache may still use: free memory of the node, or all where the system does
     not tell, within its cgroup limits."""
-    found = re.search(r"^MemAvailable: *(\d+)", read_text(root / "proc/meminfo"), re.M)  # only Linux has it
-    free = int(found[1]) << 10 if found else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = re.search(r"^MemAvailable: *(\d+)", read_text(root / "proc/meminfo"), re.M)  # only Linux has it
+    free = int(available[1]) << 10 if available else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for version, folder in cgroup_folders("memory", root):
         names = ("memory.max", "memory.current", "file"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
         limit, usage, cache = names[0] if version == 2 else names[1]

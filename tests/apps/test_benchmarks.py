@@ -43,6 +43,11 @@ TARGETS: set[tuple[Any, str]] = {
     (evoformer, "map_chunks"), (layers, "map_chunks"), (objective, "chunk_size"),
 }  # fmt: skip
 ORIGINALS = {target: getattr(*target) for target in TARGETS}  # functions of the network and its loss with a reference form
+FIELDS = [
+    "model.unet={inputs: 2, outputs: 2, field: 1, tokens: null, channels: [8, 16], blocks: 1, attention: [none, none]}",
+    "model.unet={middle: self, heads: [1, 2], groups: 4, patch: 2, periodic: [true, true]}", "model.objective.prediction_type=flow",
+    "model.sampler.method=heun", "side=16", "data.batch=2", "data.workers=1",
+]  # fmt: skip
 NONE: frozenset[str] = frozenset()
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,10 +58,10 @@ def load_workload(app: str, *overrides: str) -> tuple[benchmarks.Workload, Any]:
     return workload, config.load(workload.settings, None, [*SMALL[app], *overrides])
 
 
-@pytest.mark.parametrize("app", SMALL)
-def test_all_implementations_are_one_function(app: str) -> None:
-    measured = bench.AppBenchmark(app, benchmarks.find_workload(app), SMALL[app])
-    losses = {name: float(measured.training_step(name, SMALL[app])()) for name in measured.implementations(SMALL[app])}
+@pytest.mark.parametrize(("app", "overrides"), SMALL.items())
+def test_all_implementations_are_one_function(app: str, overrides: list[str]) -> None:
+    measured = bench.AppBenchmark(app, benchmarks.find_workload(app), overrides)
+    losses = {name: float(measured.training_step(name, overrides)()) for name in measured.implementations(overrides)}
     assert losses == pytest.approx(dict.fromkeys(losses, losses["ours"]), rel=1e-4) and len(losses) >= 2
 
 
@@ -165,11 +170,6 @@ def test_unavailable_switches_of_deepcam() -> None:
         reasons_of("height=100")
 
 
-FIELDS = [
-    "model.unet={inputs: 2, outputs: 2, field: 1, tokens: null, channels: [8, 16], blocks: 1, attention: [none, none]}",
-    "model.unet={middle: self, heads: [1, 2], groups: 4, patch: 2, periodic: [true, true]}", "model.objective.prediction_type=flow",
-    "model.sampler.method=heun", "side=16", "data.batch=2", "data.workers=1",
-]  # fmt: skip
 VOLUMES = [*FIELDS, "model.unet={dims: 3, periodic: [true, false, true]}", "side=8"]
 
 
@@ -245,12 +245,8 @@ def test_a_torch_convolution_of_strided_maps_does_not_crash(tmp_path: Path) -> N
     assert codes == [0], output
 
 
-def test_fields_are_supported_and_other_networks_are_refused() -> None:
+def test_samples_of_default_networks_are_random_and_other_networks_are_refused() -> None:
     workload = benchmarks.find_workload("diffusion")
-    cfg: Any = config.load(workload.settings, None, FIELDS)
-    with workload.training(cfg, MESH, workload.available_switches(cfg, MESH) | LOOP) as training, training.context():
-        training.run(1)
-        assert training.step.count == 2
     for case in workload.default_overrides(False):
         cfg = workload.complete_settings(config.load(workload.settings, None, case))
         assert len(workload.random_sample(cfg, np.random.default_rng(0))) == 2

@@ -32,33 +32,13 @@ from hpcai.plan.step_trace import StepTracer, traced_job
 from hpcai.train import Step
 from hpcai.train.optim import Optimizer
 from tests.apps.app_runs import ROOT
+from tests.reference_data import load_json
 
 TOKENS = 2048
 MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers=4", "model.vocabulary=32000", "step.clip=1.0",
          f"model.positions={TOKENS}", "data.batch=4", "data.documents=joined", "step.precision=bf16-params",
          "data.directory=nowhere")  # fmt: skip
-LORA = ("lora={rank: 16}", "start.weights=there")
-GPT = ("model={rotary: null, norm: layer, feed: gelu, bias: true, tied: true, inner: 8192}", "step.precision=fp32")
-RECOMPUTE, SELECTIVE, FLOAT8 = "model.recompute=layers", "model.recompute=selective", "step.matmul=fp8"
-PIPELINE = ("mesh.pipeline=2", "step.accumulate=4")
-CASES: dict[str, tuple[int, Sequence[str]]] = {
-    "unsharded": (1, ()),
-    "float32, recomputed": (1, ("step.precision=fp32", RECOMPUTE)),
-    "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.ema_decay=0.9")),
-    "selective": (1, (SELECTIVE,)),
-    "fp8": (1, (FLOAT8,)),
-    "documents over context": (2, ("data.documents=apart", "mesh.context=2")),
-    "GPT": (1, GPT),
-    "sharded optimizer": (2, ("data.batch=8", "step.shard=optimizer")),
-    "sharded weights": (2, ("data.batch=8", "step.shard=weights")),
-    "tensor": (4, ("mesh.tensor=4",)),
-    "fewer keys than ranks": (8, ("mesh.tensor=8", "model.key_heads=4")),
-    "tensor and context": (4, ("mesh.tensor=2", "mesh.context=2")),
-    "interleaved": (2, (*PIPELINE, "stages.per_rank=2")),
-    "pipeline and tensor": (4, (*PIPELINE, "mesh.tensor=2")),
-    "adapters with dropout": (1, (*LORA, "lora.dropout=0.1")),
-    "adapters, tensor": (4, (*LORA, RECOMPUTE, "mesh.tensor=4")),
-}  # fmt: skip
+CASES = load_json("llm_memory")
 
 
 def load_config(*overrides: str) -> Config:
@@ -166,7 +146,7 @@ def record_memory(cfg: Config, world: int) -> tuple[float, float, float]:
 # Each form of parallelism, and some pairs.
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_equals_the_memory_of_a_recorded_step(name: str) -> None:
-    world, overrides = CASES[name]
+    world, *overrides = CASES[name]
     cfg = load_config(*overrides)
     exact, between, peak = record_memory(cfg, world)
     estimate = memory._estimate_rank(cfg, memory.MeshSizes.from_config(cfg, world), 0)  # the rank that is recorded
@@ -189,16 +169,9 @@ def test_the_estimate_of_llama_2_7b_is_that_of_its_formulas() -> None:
     assert sizes["activations"] == 32 * tokens * layer
 
 
-def test_the_estimate_is_that_of_the_fullest_rank_of_a_pipeline() -> None:
-    cfg = load_config(*PIPELINE, "step.accumulate=2", "data.batch=2", "model.vocabulary=128000")
-    sizes = memory.MeshSizes.from_config(cfg, 2)
-    first, last = (sum(memory._estimate_rank(cfg, sizes, rank).values()) for rank in (0, 1))
-    assert last > first and estimated_bytes(cfg, 2) == last
-
-
 @pytest.mark.parametrize(
     "options",
-    [pytest.param((), id="1F1B"), pytest.param(("stages.per_rank=2",), id="interleaved"),
+    [pytest.param(("stages.per_rank=2",), id="interleaved"),
      pytest.param(("mesh.pipeline=4", "mesh.tensor=2", "step.shard=optimizer"), id="sharded optimizer")],
 )  # fmt: skip
 def test_a_planned_stage_has_the_memory_of_the_fullest_rank(options: Sequence[str], tmp_path: Path) -> None:

@@ -1,13 +1,9 @@
 """The OpenFold app: sampling, passes of a step, files of a run, folding, and refusals."""
 
-import itertools
 import json
-import os
 import pickle
 import re
 import shutil
-import signal
-import time
 from collections import Counter
 from datetime import date, timedelta
 from pathlib import Path
@@ -34,6 +30,7 @@ from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import damage, metric_by_step, run_on_ranks
 from tests.apps.small_apps import OPENFOLD as APP
 from tests.ranks.launch import on_ranks
+from tests.reference_data import load_json
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the OpenFold app is NOT tested")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -341,12 +338,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, kind: str, text: st
 # ---- logs, refusals
 
 
-@pytest.mark.parametrize(("ranks", "overrides", "text"), [
-    (4, "mesh.axial=3", "mesh axial 3 needs a multiple of 3 processes, but 4 were started"),
-    (3, "mesh.axial=3 data.batch=3", "mesh.axial is 3, which does not divide the "),
-    (4, "mesh.axial=4 features.crop=3", "mesh.axial is 4, but features.crop is 3: less than one per rank"),
-    (4, "mesh.axial=4 features.extra=3", "mesh.axial is 4, but features.extra is 3: less than one per rank"),
-])  # fmt: skip
+@pytest.mark.parametrize(("ranks", "overrides", "text"), load_json("refused/axial_sizes"))
 def test_an_axial_size_that_does_not_fit_is_refused(data: Path, tmp_path: Path, ranks: int, overrides: str, text: str) -> None:
     codes, output = run_on_ranks(APP.command(data, tmp_path / "run", *overrides.split()), tmp_path / "output", ranks)
     assert codes == [2] * ranks and text in output and "Traceback" not in output, output
@@ -360,48 +352,10 @@ def test_a_chain_that_is_too_short_to_be_sharded_is_named_before_training(data: 
         _check_lengths(rows, np.arange(6), 99)
 
 
-def test_a_rank_that_is_killed_in_a_collective_of_a_sharded_chain_ends_the_others_with_its_name(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hpcai.parallel import axial
-
-    forward, calls = axial.AllToAll.forward, itertools.count()
-
-    def kill_rank_2(self: Any, *args: Any) -> Any:
-        if os.environ["RANK"] == "2" and next(calls) == 30:  # in the second step, while rank 3 waits for it
-            os.kill(os.getpid(), signal.SIGKILL)
-        return forward(self, *args)
-
-    monkeypatch.setattr(axial.AllToAll, "forward", kill_rank_2)
-    start = time.monotonic()
-    codes, output = run_on_ranks(APP.command(data, tmp_path / "run", "mesh.axial=2"), tmp_path / "output", 4)
-    assert codes[2] == -signal.SIGKILL and all(code == 1 for code in codes[:2] + codes[3:]), (codes, output)
-    assert "rank 2 on " in output and "failed: its process ended without a report: killed by a signal" in output
-    assert time.monotonic() - start < 30
-    assert (tmp_path / "run" / "metrics.jsonl").exists(), "the rank is killed during the run"
-
-
-def damaged_chains(data: Path) -> Path:
-    """Return a copy of the dataset in which one training chain has a NaN position."""
-    folder = data.with_name("damaged")
-    if not folder.exists():
-        damage_data(shutil.copytree(data, folder), "nan")
-    return folder
-
-
-SKIP = (*REPRODUCIBLE, "data.on_bad_sample=skip", "data.pictures=0")
-
-
-def test_a_chain_that_cannot_be_read_is_replaced_and_logged(data: Path) -> None:
-    run = APP.cached_run(damaged_chains(data), *SKIP)
-    notes = [e["text"] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "note"]
+def test_a_chain_that_cannot_be_read_is_replaced_and_logged(data: Path, tmp_path: Path) -> None:
+    damage_data(shutil.copytree(data, tmp_path / "data"), "nan")
+    assert APP.run(tmp_path / "data", tmp_path / "run", "data.on_bad_sample=skip", "data.pictures=0", "train.steps=3") == 0
+    notes = [e["text"] for e in log.read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "note"]
     skipped = [text for text in notes if "is skipped" in text]
     assert len(skipped) == 1 and re.search(r"train/\S+\.h5: row 0 of 'positions' holds NaN or infinity", skipped[0]), notes
     assert any(text.endswith("samples skipped so far") for text in notes)
-
-
-def test_a_chain_that_cannot_be_read_is_replaced_equally_on_the_ranks_of_a_replica(data: Path, tmp_path: Path) -> None:
-    APP.on_ranks(4, damaged_chains(data), tmp_path / "run", *SKIP, "mesh.axial=2")
-    notes = [e["text"] for e in log.read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "note"]
-    assert sum("is skipped" in text for text in notes) == 1
-    assert metric_by_step(tmp_path / "run") == pytest.approx(metric_by_step(APP.cached_run(damaged_chains(data), *SKIP)), rel=1e-9)

@@ -1,6 +1,5 @@
 """Weather maps: simulation, growth of a data set, checks, and conversion of public time steps."""
 
-import json
 import re
 import shutil
 
@@ -44,20 +43,6 @@ def test_files_have_the_format_that_the_loader_expects(dataset, tmp_path):
         assert [file[name].id.get_offset() % 4096 for name in file] == [0, 0, 0]
     source = Rows(dataset / "train", {"fields": ("float32", (48, 72, 16)), "mask": ("uint8", (48, 72))})
     assert len(source) == 16 and (np.asarray(source.read(5)["fields"]) == read_split(dataset)[0][5]).all()
-
-
-def test_a_sample_is_a_pure_function_of_seed_and_index(dataset):
-    samples = {}
-    for path in dataset.glob("*/*.h5"):
-        with h5py.File(path) as file:
-            recipe = deepcam.Recipe(**json.loads(file.attrs["recipe"]))
-            samples.update({int(i): (file["fields"][row], file["mask"][row]) for row, i in enumerate(file.attrs["samples"])})
-    assert sorted(samples) == list(range(20)) and recipe.seed == 1
-    for index in (13, 2):
-        fields = scenes.sample(recipe.grid(), recipe.generator(1, index))
-        assert (fields == samples[index][0]).all() and (detection.detect(recipe.grid(), fields).mask == samples[index][1]).all()
-    assert (samples[13][0] != samples[2][0]).mean() > 0.99
-    assert len({mask.max() for _, mask in samples.values()}) > 1                   # with and without objects
 
 
 class TestContract(PrepContract):

@@ -33,6 +33,7 @@ from tests.data_prep.prep_contract import (
     set_to,
 )
 from tests.proteins import random_chain
+from tests.reference_data import load_json
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the conversion of proteins is NOT tested")
 FIELDS = field_types(chains.FIELDS)
@@ -256,24 +257,11 @@ def test_many_deletions_are_clipped(library, tmp_path):
     assert deletions[1, [4, 9]].tolist() == [255, 254] and deletions.sum() == 509
 
 
-CHAIN = {"release": date(2011, 1, 26), "resolution": 2.0, "resolved": 3, "sequence": "ACDEFGHIKL"}
-VERDICTS = [
-    ({}, "train"), ({"resolved": 0}, "no residue has a CA"), ({"resolution": 9.0}, "9 angstrom, --resolution 9"),
-    ({"resolution": 8.99}, "train"), ({"resolution": 0.0}, "train"), ({"release": None}, "train"),
-    ({"release": date(2021, 9, 16)}, "train"), ({"release": date(2021, 9, 17)}, "validation"),
-    ({"release": date(2021, 12, 11)}, "validation"),
-    ({"release": date(2021, 12, 12)}, "released 2021-12-12, --released-until 2021-09-16"),
-    ({"sequence": "AAAAAAAAGC"}, "train"), ({"sequence": "AAAAAAAAAC"}, "90% of the residues are the same, --single 0.8"),
-    ({"release": date(2021, 10, 1), "sequence": "A" * 700, "resolution": 20.0}, "validation"),
-    ({"release": date(2021, 10, 1), "sequence": "A" * 701}, "701 residues, --validation-length 700"),
-    ({"cluster": -1}, "in no cluster of FILE"), ({"cluster": -1, "release": date(2021, 10, 1)}, "validation"),
-    ({"listed": True, "resolution": 20.0}, "validation"), ({"listed": False, "release": date(2021, 10, 1)}, "released 2021-10-01"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("facts, verdict", VERDICTS)
+CHAIN = {"release": "2011-01-26", "resolution": 2.0, "resolved": 3, "sequence": "ACDEFGHIKL"}
+@pytest.mark.parametrize("facts, verdict", load_json("chain_verdicts"))
 def test_chains_are_filtered_as_by_mlperf(facts, verdict):
     facts = {"cluster": 0, **CHAIN, **facts}
+    facts["release"] = facts["release"] and date.fromisoformat(facts["release"])
     validation, cluster = {"1abc_A" if facts.pop("listed") else "2abc_A"} if "listed" in facts else set(), facts.pop("cluster")
     options = openfold.parser().parse_args(["convert", "--structures", "a", "--alignments", "b", "c", "--clusters", "FILE"])
     chain = openfold.ScannedChain(Path("x"), "1abc_A", "1abc_A", entity="", usable=True, atoms=b"", **facts)
@@ -355,11 +343,7 @@ def spoil_library(library, fault):
             (library / "mmcif").mkdir()
 
 
-FAULTS = {
-    "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "contains no .cif, .pdb or .ent",
-    "others": "has a folder for none of 5 chains, such as 1aaa_A", "short": "none of its 5 files can be used, the first because",
-    "unreadable": "out/train: no item can be used: 3 such as 1aaa_A: ",
-}  # fmt: skip
+FAULTS = load_json("refused/protein_libraries")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -476,7 +460,7 @@ def test_a_duplicate_shares_its_alignment_and_hits(hit_library, tmp_path):
 # ---- simulate and check
 
 
-# Each family is simulated once. One test calls the function without this cache.
+# Each family is simulated once.
 family_cache = cache_results(proteins, "make_family")
 
 
@@ -508,17 +492,11 @@ def test_relatives_are_templates_with_equal_residue_numbers(dataset, tmp_path):
     assert all(not row["hits"] and (row["positions"] == rows[name]["positions"]).all() for name, row in plain.items())
 
 
-def test_families_are_in_one_split_and_a_function_of_seed_and_number(dataset, monkeypatch):
+def test_families_are_in_one_split(dataset):
     splits = {split: rows_of(dataset, split) for split in ("train", "validation")}
     numbers = {split: {int(row["cluster"]) for row in rows.values()} for split, rows in splits.items()}
     assert not numbers["train"] & numbers["validation"] and [len(numbers[split]) for split in numbers] == [3, 1]
     assert all(row["cluster_size"] == 2 for rows in splits.values() for row in rows.values())
-    recipe = openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0, 1)
-    monkeypatch.setattr(proteins, "make_family", proteins.make_family.__wrapped__)
-    for sample in recipe.make_family(2):
-        row = {**splits["train"], **splits["validation"]}[sample["name"].decode()]
-        assert (row["positions"] == sample["positions"]).all() and (row["msa"] == sample["msa"].ravel()).all()
-        assert 16 <= row["residues"] <= 20 and row["letters"] == 6 * row["residues"] and row["cluster"] == 2
     assert not (dataset / ".convert").exists()
 
 

@@ -129,29 +129,22 @@ def test_the_gradient_of_a_parameter_that_one_rank_does_not_use_is_zero_and_no_r
     assert first == second != 0.0
 
 
-def nonfinite_step(mesh: Mesh, bad: float) -> tuple[str, bool]:
-    """Return the report of a NaN, or of an infinite loss with finite gradients, in the second step of rank 1, and whether
-    the weights stayed those of the first step."""
-
-    def measure(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": model(x).square().mean() + torch.where(x.min() < 0, torch.inf, 0.0)}
-
+def nonfinite_step(mesh: Mesh) -> tuple[str, bool]:
+    """Return the report of a NaN in the second step of rank 1, and whether the weights stayed those of the first step."""
     torch.manual_seed(0)
-    step = Step(nn.Linear(3, 1), measure, StepConfig(optimizer="sgd", lr=0.1), mesh)
+    step = Step(nn.Linear(3, 1), lambda model, x: {"loss": model(x).square().mean()}, StepConfig(optimizer="sgd", lr=0.1), mesh)
     step(torch.ones(2, 3))
     before = step.model.weight.detach().clone()
-    step(torch.full((2, 3), bad if mesh.rank == 1 else 1.0))
+    step(torch.full((2, 3), torch.nan if mesh.rank == 1 else 1.0))
     step(torch.ones(2, 3))
     with pytest.raises(DivergedError) as error:
         step.check(lambda number: f"sample {mesh.rank} of step {number}")
     return str(error.value), torch.equal(step.model.weight, before)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, -1.0], ids=["a NaN", "an infinite loss"])
-def test_a_loss_that_is_not_finite_on_one_rank_is_reported_on_all_and_changes_no_weights(bad: float) -> None:
-    for message, unchanged in on_ranks({"replicate": 2}, nonfinite_step, bad):
-        assert message.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)"), message
-        assert unchanged or bad == -1.0
+def test_a_loss_that_is_not_finite_on_one_rank_is_reported_on_all_and_changes_no_weights() -> None:
+    for message, unchanged in on_ranks({"replicate": 2}, nonfinite_step):
+        assert message.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)") and unchanged, message
 
 
 def reduce_bucket(mesh: Mesh) -> float:

@@ -81,8 +81,7 @@ def compare(mesh: Mesh, cfg: UNetConfig) -> None:
 
 
 CASES = [
-    (MAPS, {"height": 4}), (GLOBE, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 4}), (VOLUMES, {"depth": 2, "height": 2}),
-    (OPEN, {"height": 3}),
+    (MAPS, {"height": 4}), (GLOBE, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2}), (OPEN, {"height": 3}),
 ]  # fmt: skip
 NAMES = {MAPS: "maps", GLOBE: "globe", VOLUMES: "volumes", OPEN: "open"}
 

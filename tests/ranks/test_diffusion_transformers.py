@@ -25,7 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dit": DIT, "dit, dropped classes": {**DIT, "dropout": 0.4, "recompute": "layers"}, "flux": FLUX,
     "flux, guided": {**FLUX, "guidance": True, "recompute": "selective"},
 }  # fmt: skip
-MESHES = [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 4}]
+MESHES = [{"tensor": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 4}]
 
 
 class Batch(NamedTuple):

@@ -190,13 +190,11 @@ def has_traceback_of(text: str, rank: int) -> bool:
     return re.search(start, text, re.MULTILINE) is not None
 
 
-@pytest.mark.parametrize(("launch", "rank", "meanwhile"), [(mpich, 0, "sleep"), (torchrun, 1, "collective")])
-def test_exception_on_one_rank_ends_all(launch: Launch, rank: int, meanwhile: str) -> None:
-    result = run(launch(2), "fail.py", "raise", str(rank), meanwhile)
+def test_exception_on_one_rank_ends_all() -> None:
+    result = run(mpich(2), "fail.py", "raise", "0", "sleep")
     assert result.exit_code != 0
     assert result.seconds < SOON
-    assert has_traceback_of(result.stderr, rank)
-    assert tracebacks(result.stderr) == (2 if launch is torchrun else 1), "torchrun adds its own"
+    assert has_traceback_of(result.stderr, 0) and tracebacks(result.stderr) == 1
 
 
 def test_a_rank_that_is_killed_ends_all() -> None:
@@ -223,8 +221,9 @@ def test_an_exception_on_one_rank_ends_all_whatever_the_others_do(rank: int, mea
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_killed_ends_all_without_a_launcher(rank: int) -> None:
-    codes, _ = run_fail("kill", str(rank), "sleep")
+    codes, text = run_fail("kill", str(rank), "sleep")
     assert codes.count(-9) == 1 and all(codes)
+    assert ("the connection to rank 0 is lost" if rank == 0 else "its process ended without a report: killed by a signal") in text
 
 
 @pytest.mark.parametrize(("args", "count", "expected"), [
@@ -236,10 +235,3 @@ def test_failures_print_one_traceback_and_data_errors_none(args: tuple[str, ...]
     assert codes == [1] * 4 and tracebacks(text) == count and expected in text
     if args[0] == "full":
         assert text.count("No space left on device: '/scratch/run'") == 1
-
-
-@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("diverge", 1)])
-def test_captured_graphs_are_reset_before_their_process_groups(ending: str, code: int) -> None:
-    """NCCL would wait forever for a graph that holds its operations."""
-    for result in run_forked(2, "captured.py", ending):
-        assert (result.exit_code, result.stdout.split()) == (code, ["reset", "reset", "destroy"])

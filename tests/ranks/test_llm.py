@@ -22,8 +22,8 @@ from tests.ranks.training import Case
 from tests.reference_data import DATA
 
 MESHES = [
-    {"context": 2, "tensor": 2}, {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2},
-    {"replicate": 2}, {"replicate": 2, "pipeline": 2}, {"replicate": 2, "tensor": 2, "pipeline": 2},
+    {"context": 2, "tensor": 2}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2}, {"replicate": 2},
+    {"replicate": 2, "pipeline": 2}, {"replicate": 2, "tensor": 2, "pipeline": 2},
 ]  # fmt: skip
 
 

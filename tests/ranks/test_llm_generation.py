@@ -18,7 +18,7 @@ LLAMA = {"vocabulary": 260, "width": 16, "layers": 4, "heads": 4, "key_heads": 2
 GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
 SMALL = {"vocabulary": 25}
 MESHES = [
-    {"tensor": 2}, {"tensor": 4}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"context": 4}, {"context": 2, "tensor": 2},
+    {"tensor": 4}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"context": 4}, {"context": 2, "tensor": 2},
     {"pipeline": 2, "context": 2}, {"replicate": 2, "pipeline": 2},
 ]  # fmt: skip
 PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 0, 11, 13, 5]]

@@ -72,7 +72,7 @@ def unsharded_results(passes: int, checkpoint: bool) -> Any:
 
 
 @pytest.mark.parametrize(("axes", "passes", "checkpoint"), [
-    ({"axial": 2}, 1, False), ({"axial": 4}, 3, True), ({"replicate": 2, "axial": 2}, 3, True),
+    ({"axial": 4}, 3, True), ({"replicate": 2, "axial": 2}, 1, False),
 ], ids=str)  # fmt: skip
 def test_a_sharded_protein_gives_the_unsharded_results(axes: dict[str, int], passes: int, checkpoint: bool) -> None:
     values, gradients, outputs = unsharded_results(passes, checkpoint)
@@ -103,7 +103,7 @@ def train_full_replicas() -> list[Any]:
     return on_ranks({"replicate": 2}, train_two_steps, "none")
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
 def test_steps_of_sharded_replicas_equal_those_of_full_ones(shard: str) -> None:
     full = train_full_replicas()
     sharded = on_ranks({"replicate": 2, "axial": 2}, train_two_steps, shard)

@@ -51,7 +51,7 @@ def run_leg(mesh: Mesh, folder: Path, steps: int) -> list[tuple[int, int]]:
     return samples
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 4), (4, 2, 1), (2, 4, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (4, 2, 1)], ids=str)
 def test_each_sample_once_an_epoch(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     samples: list[tuple[int, int]] = []
     for size, steps in zip(sizes, (2, 5, 12)):

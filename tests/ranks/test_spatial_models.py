@@ -107,9 +107,8 @@ def train_unsharded(kind: Any) -> tuple[list[float], dict[str, Any], dict[str, f
 
 
 MESHES = [
-    (Unet, {"depth": 2}), (Unet, {"depth": 4}), (Unet, {"depth": 2, "height": 2}), (Unet, {"replicate": 2, "depth": 2}),
-    (Cosmo, {"depth": 2}), (Cosmo, {"depth": 4}), (Cosmo, {"depth": 2, "height": 2}), (Cam, {"height": 2}), (Cam, {"height": 4}),
-    (Cam, {"replicate": 2, "height": 2}),
+    (Unet, {"depth": 4}), (Unet, {"depth": 2, "height": 2}), (Unet, {"replicate": 2, "depth": 2}), (Cosmo, {"depth": 4}),
+    (Cosmo, {"depth": 2, "height": 2}), (Cam, {"height": 4}), (Cam, {"replicate": 2, "height": 2}),
 ]  # fmt: skip
 
 
@@ -129,14 +128,6 @@ def test_a_sharded_model_trains_as_one_process(kind: Any, axes: dict[str, int]) 
         model_ranks = len(ranks) // replicas
         means = [sum(ranks[replica * model_ranks][0][k] for replica in range(replicas)) / replicas for k in range(STEPS)]
         assert means == pytest.approx(losses, rel=1e-9)
-
-
-def test_a_sharded_optimizer_over_replicas_of_a_sharded_model() -> None:
-    expected = train_unsharded(Unet)[1]
-    cfg = CFG.model_copy(update={"shard": "optimizer"})
-    for _, state, _ in on_ranks({"replicate": 2, "depth": 2}, train_model, Unet, cfg):
-        for name, values in expected.items():
-            np.testing.assert_allclose(state[name], values, rtol=1e-8, atol=1e-9, err_msg=name)
 
 
 def first_gradients(mesh: Mesh, seed: int, axes: dict[str, int]) -> list[tuple[float, dict[str, Any]]]:

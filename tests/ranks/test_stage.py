@@ -23,7 +23,7 @@ from hpcai.data.stage import Staged, exchange, job, stage_in, staged_paths
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from tests.ranks.launch import on_ranks
-from tests.ranks.test_launch_mpi import LAUNCHER_VARIABLES, MPICH, ROOT, SOON, mpich, run
+from tests.ranks.test_launch_mpi import LAUNCHER_VARIABLES, MPICH, ROOT, SOON, mpich
 from tests.unit.data.test_stage import read_tree, write_index
 
 BLOCK = 16384
@@ -252,21 +252,3 @@ def test_command_behind_mpiexec(source: Path, tmp_path: Path, ranks: int) -> Non
     assert read_tree(tmp_path / "target/node0") == read_tree(tmp_path / "target/node1") == files
     size = sum(map(len, files.values()))
     assert size <= report["read"] <= 1.05 * size + 4096 * len(files)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("failure", ["full", pytest.param("kill", marks=pytest.mark.claim)])
-def test_failure_over_mpi_ends_all(source: Path, tmp_path: Path, failure: str) -> None:
-    result = run(mpich(2), "stage.py", str(source), str(tmp_path / "target"), "1", failure, "1")
-    assert result.seconds < SOON
-    if failure == "kill":
-        assert result.exit_code != 0
-    else:
-        lines = result.json_lines()
-        assert result.exit_code == 0 and len(lines) == 2
-        assert {line["error"] for line in lines} == {lines[0]["error"]}
-        assert str(lines[0]["error"]).startswith("rank 1 on node1: ") and "ENOSPC" in str(lines[0]["error"])
-        assert not list((tmp_path / "target").rglob("*.partial"))
-    stage_all(source, tmp_path / "target", 4, 2)
-    assert read_tree(tmp_path / "target/node0") == read_tree(tmp_path / "target/node1") == read_tree(source)
-    assert not list((tmp_path / "target").rglob("*.partial"))

@@ -1,4 +1,4 @@
-"""What runs by default needs nothing that only Linux has: a stand-in for a Mac, with its start of child processes."""
+"""Defaults need nothing that only Linux has, by a stand-in for a Mac, with its start of child processes."""
 
 import os
 import subprocess

@@ -21,7 +21,7 @@ from tests.reference_data import DATA, check_subsample, subsample
 from tests.tracked import tracked_files
 
 ROOT = DATA.parents[1]
-BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "docs/new_model.md")
 SUITE = ("apps", "data_prep", "slurm")
 
 
@@ -102,8 +102,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from setuptools.build_meta import build_wheel
 
     checkout = tmp_path_factory.mktemp("checkout")
+    (checkout / "docs").mkdir()
     for name in BUILT:
-        shutil.copy(ROOT / name, checkout)
+        shutil.copy(ROOT / name, checkout / name)
     for name in ("hpcai", *SUITE):
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / "apps/cosmoflow/__pycache__").mkdir()
@@ -155,6 +156,10 @@ def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_ne
         return process.stdout
 
     assert run_hpcai("run", "mine") == "suite\n"
+    assert "\n  hpcai prepare of_mine datasets/of_mine\n  hpcai run of_mine small\n" in run_hpcai("new", "of_mine")
+    run_hpcai("prepare", "of_mine", "datasets/of_mine", "--signals", "64")
+    run_hpcai("run", "of_mine", "small", "train.epochs=1", "report.sinks=[]")
+    assert (tmp_path / "runs/of_mine-small/model.safetensors").is_file() and (tmp_path / "of_mine/model.py").is_file()
     assert "step.lr" in run_hpcai("run", "cosmoflow", "--help") and "simulate" in run_hpcai("prepare", "cosmoflow", "--help")
     assert "directory: datasets/cosmoflow-small" in run_hpcai("run", "cosmoflow", "small", "--show")
     args = ["--universes", "6", "--size", "32", "--validation", "0.34", "--test", "0", "--workers", "1", "--no-check"]

@@ -78,17 +78,17 @@ def test_a_browser_shows_all_pages_wide_and_narrow_light_and_dark(site: Path, tm
     shutil.copy(Path(__file__).with_name("look.html"), site)
     document = open_browser(f"file://{site}/look.html#{quote(json.dumps(pages))}", tmp_path, "--allow-file-access-from-files")
     (site / "look.html").unlink()
-    found = re.search(r'<pre id="found">(.*?)</pre>', document, re.S)
-    assert found, document[:4000]
-    assert json.loads(unescape(found[1])) == ["the end"]
+    faults = re.search(r'<pre id="found">(.*?)</pre>', document, re.S)
+    assert faults, document[:4000]
+    assert json.loads(unescape(faults[1])) == ["the end"]
 
 
 def test_search_of_a_folder_finds_a_section(site: Path, tmp_path: Path) -> None:
     page = site / "docs/gpu/index.html"
     document = open_browser(f"file://{page}?q=exit+code+85", tmp_path)
-    found = re.findall(r'<a href="([^"]+)"><strong>([^<]+)', document.partition('id="results"')[2].partition("</form>")[0])
-    assert len(found) > 2 and any("Reliability" in title for _, title in found)
-    address, _, anchor = found[0][0].partition("#")
+    links = re.findall(r'<a href="([^"]+)"><strong>([^<]+)', document.partition('id="results"')[2].partition("</form>")[0])
+    assert len(links) > 2 and any("Reliability" in title for _, title in links)
+    address, _, anchor = links[0][0].partition("#")
     assert f'id="{anchor}"' in page.parent.joinpath(address).read_text()
 
 

@@ -71,11 +71,18 @@ def test_an_ignored_hangup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
         signal.signal(signal.SIGHUP, before)
 
 
-def test_previous_handlers_are_restored_in_a_notebook() -> None:
-    before, received = signal.getsignal(signal.SIGUSR1), []
-    with stop.on_signal(received.append):
-        os.kill(os.getpid(), signal.SIGUSR1)
-    assert received == ["SIGUSR1"] and signal.getsignal(signal.SIGUSR1) is before
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
+def test_signals_of_schedulers_are_received_and_previous_handlers_restored(name: str) -> None:
+    number, received, missed = signal.Signals[name], [], []
+    before = signal.signal(number, lambda *_: missed.append(name))
+    try:
+        with stop.on_signal(received.append):
+            os.kill(os.getpid(), number)
+        assert (received, missed) == ([name], [])
+        os.kill(os.getpid(), number)
+        assert missed == [name], "the previous handler is restored"
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
-"""Private names of torch exist in each supported version, and forks of the tests can run backward passes in each build."""
+"""Private names of torch exist in each supported version."""
 
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,38 +54,6 @@ def exists(name: str) -> bool:
             value = getattr(value, part)
         return True
     return False
-
-
-FORKED = """
-import os, sys
-from types import SimpleNamespace
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-if sys.argv[1] == "with conftest":
-    from tests import conftest
-    conftest.pytest_configure(SimpleNamespace(args=["tests/unit"], workerinput={}))
-def train():
-    (x := torch.ones(3, requires_grad=True)).square().sum().backward()
-    return x.grad.sum().item()
-with FakeTensorMode():
-    torch.ones(2)
-train()
-if (child := os.fork()) == 0:
-    try:
-        os._exit(int(train()))
-    except RuntimeError:
-        os._exit(1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-def test_a_fork_can_run_a_backward_pass_in_each_build_of_torch() -> None:
-    def exit_code(mode: str) -> str:
-        command = [sys.executable, "-W", "ignore", "-c", FORKED, mode]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    assert exit_code("with conftest") == "6"
-    assert exit_code("without conftest") == ("1" if torch.version.cuda else "6"), "conftest.py no longer needs its workaround"
 
 
 def test_private_names_of_torch_exist_or_have_a_fall_back() -> None:

@@ -9,13 +9,15 @@ A row is one implementation at one size in one dtype:
                          a backward pass inputs, result and their gradients) over the time of the last of these
     over_ours            the time of the last of these over that of ours
 
-A new kernel is one more ``Kernel`` in ``KERNELS``.
+A new kernel is one more ``Kernel`` in ``KERNELS``, with its sizes in gpu_kernels.toml.
 """
 
 import statistics
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ Function = Callable[..., Tensor]
 _CACHE = 256 << 20  # bytes of inputs, more than the last-level cache of any GPU
 _GRAPH_S = 2e-3  # seconds of a graph of calls, next to which its launch is negligible
 _GROUPS = 8
+_SIZES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 class LeftOutError(HpcaiError):
@@ -68,9 +71,6 @@ class Kernel:
     name: str
     inputs: Callable[..., list[Any]]
     """(draw, *size) -> tensors, or None"""
-    sizes: Mapping[str, tuple[int, ...]]
-    tiny: tuple[int, ...]
-    """size measured on a CPU"""
     ours: Function
     reference: Function
     peers: Mapping[str, Function] = field(default_factory=dict)
@@ -79,6 +79,15 @@ class Kernel:
     has_backward: bool = True
     """whether there is a backward pass; a kernel without one may change its inputs"""
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(size) for name, size in _SIZES[self.name].items() if name != "tiny"}
+
+    @property
+    def tiny(self) -> tuple[int, ...]:
+        """The size measured on a CPU."""
+        return tuple(_SIZES[self.name]["tiny"])
 
     def implementations(self) -> dict[str, Function]:
         functions = {"ours": self.ours}
@@ -249,13 +258,12 @@ def _update_bytes(passes: int, inputs: Sequence[Tensor], both: bool) -> int:
     return 2 * w.nbytes + g.nbytes + 2 * sum(m.nbytes for m in moments) + (passes - 1) * 3 * w.nbytes
 
 
-def _optimizer(name: str, ours: Function, moments: int, millions: int, passes: int = 1, **peers: Function) -> Kernel:
+def _optimizer(name: str, ours: Function, moments: int, passes: int = 1, **peers: Function) -> Kernel:
     def inputs(draw: RandomInputs, n: int) -> list[Any]:
         """Return weights and gradient [n] float32, and moments [n] of the measured dtype."""
         return [*(draw(n, wide=True, fixed=True) for _ in range(2)), *(draw(n, fixed=True).abs_() for _ in range(moments))]
 
-    sizes, moved = {f"{millions}-million": (millions * 1_000_000,)}, partial(_update_bytes, passes)
-    return Kernel(name, inputs, sizes, (4096,), ours, ours, peers, moved, has_backward=False)
+    return Kernel(name, inputs, ours, ours, peers, partial(_update_bytes, passes), has_backward=False)
 
 
 # ---- random numbers
@@ -267,71 +275,55 @@ def _random(name: str, function: Any, torch_function: Function) -> Kernel:
         return result
 
     return Kernel(
-        name, lambda draw, n: [torch.empty(n, device=draw.device)], {"64-million": (1 << 26,)}, (1003,), ours, ours,
-        {"torch": torch_function}, lambda inputs, both: inputs[0].nbytes, has_backward=False,
-        dtypes=(torch.float32,),
+        name, lambda draw, n: [torch.empty(n, device=draw.device)], ours, ours, {"torch": torch_function},
+        lambda inputs, both: inputs[0].nbytes, has_backward=False, dtypes=(torch.float32,),
     )  # fmt: skip
 
 
 KERNELS = [
     Kernel(
-        "attention", _attention_inputs,  # rows, entries, heads, channels
-        {"rows": (128, 256, 8, 32), "columns": (256, 128, 8, 32, False), "triangle": (256, 256, 4, 32), "extra": (1024, 256, 8, 8),
-         "template": (256, 256, 4, 16), "wide-heads": (256, 256, 4, 64), "short": (128, 16, 8, 32), "long": (128, 1024, 8, 32)},
-        (3, 40, 2, 16), attention.gated_attention, attention.reference, {"sdpa": _sdpa, "flex": partial(_compiled, _flex)},
+        "attention", _attention_inputs, attention.gated_attention, attention.reference,
+        {"sdpa": _sdpa, "flex": partial(_compiled, _flex)},
     ),
     Kernel(
-        "layernorm", _layer_norm_inputs,  # rows, entries, channels
-        {"pairs": (256, 256, 128), "triangles": (256, 256, 128, True), "alignment": (128, 256, 256), "extra": (1024, 256, 64)},
-        (5, 6, 16), layernorm.layer_norm,
+        "layernorm", _layer_norm_inputs, layernorm.layer_norm,
         lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype)),
     ),
     Kernel(
-        "batchnorm", _channels_last_inputs,  # batch, channels, height, width
-        {"first": (8, 64, 384, 576), "decoder": (8, 256, 192, 288), "middle": (8, 728, 48, 72), "deepest": (8, 2048, 48, 72)},
-        (2, 8, 6, 10), partial(_norm_module, partial(BatchNorm, relu=True, track_running_stats=False)),
+        "batchnorm", _channels_last_inputs, partial(_norm_module, partial(BatchNorm, relu=True, track_running_stats=False)),
         lambda x, weight, bias: F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.0, 1e-5)),
     ),
     Kernel(
-        "instancenorm", _channels_last_inputs,
-        {"first": (7, 32, 128, 128, 128), "second": (7, 64, 64, 64, 64), "third": (7, 128, 32, 32, 32),
-         "two": (2, 32, 128, 128, 128)},
-        (2, 8, 6, 6, 6), partial(_norm_module, partial(InstanceNorm, activation="relu")),
+        "instancenorm", _channels_last_inputs, partial(_norm_module, partial(InstanceNorm, activation="relu")),
         lambda x, weight, bias: F.relu(F.instance_norm(x, weight=weight.to(x.dtype), bias=bias.to(x.dtype))),
     ),
     Kernel(
-        "groupnorm", _channels_last_inputs,
-        {"volume": (2, 64, 64, 64, 64), "maps": (16, 320, 64, 64), "deep-maps": (16, 1280, 16, 16)},
-        (2, 16, 6, 6, 6), partial(_norm_module, partial(GroupNorm, _GROUPS, activation="silu")),
+        "groupnorm", _channels_last_inputs, partial(_norm_module, partial(GroupNorm, _GROUPS, activation="silu")),
         lambda x, weight, bias: F.silu(F.group_norm(x, _GROUPS, weight.to(x.dtype), bias.to(x.dtype))),
     ),
     Kernel(
         "gate", lambda draw, n, channels: [draw(1, channels, n, n), draw(1, channels, n, n), draw.mask(1, 1, n, n)],
-        {"triangle": (256, 256)}, (6, 8), gates.gate, gates.reference,
+        gates.gate, gates.reference,
     ),
     Kernel(
         "halves", lambda draw, n, channels: [draw(1, 2 * channels, n, n), draw.mask(1, 1, n, n)],
-        {"triangle": (256, 256)}, (6, 8), gates.glu_halves, gates.reference_glu_halves,
+        gates.glu_halves, gates.reference_glu_halves,
     ),
     Kernel(
-        "triangle", lambda draw, n, channels: [draw(1, 2 * channels, n, n, scale=n**-0.5)], {"outgoing": (256, 128)}, (6, 4),
+        "triangle", lambda draw, n, channels: [draw(1, 2 * channels, n, n, scale=n**-0.5)],
         partial(triangle_multiplication.triangle_multiplication, outgoing=True),
         partial(triangle_multiplication.reference, outgoing=True), moved_bytes=_compute_bound,
     ),
-    Kernel(
-        "outer", _outer_inputs, {"clusters": (128, 256, 32, 128), "extra": (1024, 256, 32, 128)},  # rows, entries, few, channels
-        (5, 6, 4, 8), outer_product.outer_product, outer_product.reference, moved_bytes=_compute_bound,
-    ),
+    Kernel("outer", _outer_inputs, outer_product.outer_product, outer_product.reference, moved_bytes=_compute_bound),
     Kernel(
         "float8", lambda draw, rows, channels: [draw(rows, channels, fixed=True)],
-        {"tokens": (8192, 4096), "activations": (8192, 14336), "weight": (4096, 4096)}, (40, 24),
         partial(_quantize_both, float8.quantize), partial(_quantize_both, float8.reference),
         moved_bytes=lambda inputs, both: 2 * inputs[0].nbytes + 2 * inputs[0].numel(),  # read for the scale, and again for the cast
         has_backward=False,
     ),
-    _optimizer("adam", _adam, 2, 93, torch=_torch_adam),
-    _optimizer("lamb", _lamb, 2, 56, passes=2),
-    _optimizer("sgd", _sgd, 1, 31, torch=partial(
+    _optimizer("adam", _adam, 2, torch=_torch_adam),
+    _optimizer("lamb", _lamb, 2, passes=2),
+    _optimizer("sgd", _sgd, 1, torch=partial(
         _torch_update, torch._fused_sgd_, momentum=0.9, dampening=0.0, nesterov=True, is_first_step=False)),
     _random("philox-uniform", philox.uniform, lambda out: out.uniform_()),
     _random("philox-normal", philox.normal, lambda out: out.normal_()),

@@ -26,6 +26,7 @@ import itertools
 import math
 import statistics
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cached_property, partial
@@ -45,20 +46,10 @@ from hpcai.train import Step
 from hpcai.train.capture import close_all
 from hpcai.train.replica_check import NEVER
 
-_CAPTURED, _COMPILED = "step.capture=whole", "step.compile=blocks"
-VARIANTS: Mapping[str, Sequence[str]] = {
-    "eager": (), "captured": (_CAPTURED,), "compiled": (_COMPILED,), "compiled-captured": (_COMPILED, _CAPTURED),
-    "captured-tuned": (_CAPTURED, "step.cudnn_benchmark=true"), "tf32": ("step.precision=fp32", "step.tf32=true"),
-    "fp32": ("step.precision=fp32", "step.tf32=false"),
-}  # fmt: skip
-"""ways to run the same step, as key=value overrides"""
+_SETTINGS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+VARIANTS: Mapping[str, Sequence[str]] = _SETTINGS["variants"]
 _LOADER_VARIANTS = ("captured", "compiled-captured")  # variants that are also measured with the loader
-# The settings that variants change: the same at first, whatever the published configuration has.
-_BASE_OVERRIDES = (
-    "step.precision=bf16", "step.capture=none", "step.capture_shapes=8", "step.compile=none", "step.compile_cache=null",
-    "step.shard_within=null", "step.shard=none", "step.tf32=auto", "step.cudnn_benchmark=false",
-)  # fmt: skip
-_TINY = ("data.workers=1", "data.processes=false", "data.prefetch=0.01")
+_BASE_OVERRIDES, _TINY = _SETTINGS["base"], _SETTINGS["tiny"]
 BATCHES, STEPS = 4, 20
 WARMUP = 4  # untimed runs of a shape: two eager ones, one that is captured, one more
 WINDOW_S = 10.0  # seconds of a window at most, given by its number of steps

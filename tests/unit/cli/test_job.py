@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import apps
 from hpcai import cli, log
 from hpcai.cli import job, script
 from hpcai.cli.job import main, parse_time
@@ -308,6 +309,9 @@ def test_apps_outside_the_folder_are_on_the_python_path(
     monkeypatch.chdir(ROOT)
     assert "export PYTHONPATH" not in write_script(capsys, *small_args(tmp_path / "run"), "--site", "generic", "--nodes", "1")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "apps/mine").mkdir(parents=True)  # an app of the user's
+    (tmp_path / "apps/mine/__init__.py").touch()
+    monkeypatch.setattr(apps, "__path__", [*apps.__path__, f"{tmp_path}/apps"])
     text = write_script(capsys, *small_args(tmp_path / "run"), "--site", "generic", "--nodes", "1")
     assert f"export PYTHONPATH={ROOT}${{PYTHONPATH" in text
 

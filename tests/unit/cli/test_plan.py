@@ -16,7 +16,7 @@ from hpcai.errors import ConfigError
 from hpcai.plan.machines import find_machine as machine
 from tests.reference_data import load_json
 
-TINY = [*Benchmark.tiny, "model.template=null", "features.templates=0"]
+TINY = [*Benchmark.tiny, "model.template=null", "features.templates=0", "features.recycles=0"]
 PLANNED = ["cosmoflow", "deepcam", "llm", "openfold", "unet3d"]
 
 
@@ -27,7 +27,7 @@ def run_plan(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
 
 @pytest.fixture(scope="module")
 def tiny() -> Planner:
-    return Planner("openfold", [*TINY, "features.recycles=1"])
+    return Planner("openfold", TINY)
 
 
 def test_all_apps_but_those_without_a_plan_are_planned() -> None:
@@ -64,10 +64,9 @@ def test_more_replicas_than_recorded_change_only_the_gradients(tiny: Planner) ->
     assert large.sent > small.sent and large.seconds > small.seconds
 
 
-def test_an_update_reads_and_writes_its_moments() -> None:
+def test_an_update_reads_and_writes_its_moments(tiny: Planner) -> None:
     """Four bytes a parameter: weights, their average and moments twice, the gradient twice; Adam has two moments, SGD one."""
-    planner = Planner("openfold", [*TINY, "features.recycles=0"])
-    records = [planner.record_steps(1, 1, 1, (f"step.optimizer={name}",))[0][1].record for name in ("adam", "sgd")]
+    records = [tiny.record_steps(1, 1, 1, (f"step.optimizer={name}",))[0][1].record for name in ("adam", "sgd")]
     adam, sgd = (sum(event.bytes for event in record.events if getattr(event, "name", "") == "update") for record in records)
     assert adam * (2 + 2 + 2 + 2) == sgd * (2 + 2 + 4 + 2) > 0
 

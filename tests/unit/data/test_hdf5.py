@@ -1,7 +1,6 @@
 """Rows of HDF5 files: equal by every reader, with and without an index; errors name the file, actual and expected content."""
 
 import json
-import os
 from pathlib import Path
 
 import h5py
@@ -82,17 +81,6 @@ def test_nan_is_named_with_its_file_and_row(tmp_path: Path) -> None:
         rows.read(1)
 
 
-def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
-    for i in range(70):
-        write_h5(tmp_path / f"u{i:02d}.h5", 1)
-    rows = Rows(tmp_path, FIELDS, reader="hdf5")
-    for i in range(70):
-        rows.read(i)
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    assert 1 < sum(os.readlink(link).startswith(str(tmp_path)) for link in links if os.path.exists(link)) <= 64
-    rows.close()
-
-
 LARGE = {"counts": ("int16", (8, 8, 8, 2)), "target": ("float32", (3,))}
 """Fields with rows of 2 KiB. Fields of a few bytes are read with the header."""
 
@@ -116,16 +104,6 @@ def test_cached_rows_are_not_changed_by_a_batch(tmp_path: Path, reader: str) -> 
     (tmp_path / "u0.h5").unlink()
     if reader == "memory":
         assert source.read(1)["counts"][0, 0, 0, 0] == 2, "the file is read once"
-
-
-def test_compressed_files_raise_with_advice_and_are_read_by_h5py(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "u0.h5", "w") as file:
-        file.create_dataset("counts", data=np.full((2, 8, 8, 8, 2), 5, np.int16), compression="gzip")
-        file["target"] = np.zeros((2, 3), np.float32)
-    text = r"u0.h5: dataset 'counts' is written through .*deflate.*: h5repack .*, or .* data.reader=hdf5"
-    with pytest.raises(DataError, match=text):
-        Rows(tmp_path, LARGE, reader="direct")
-    assert (Rows(tmp_path, LARGE, reader="hdf5").read(1)["counts"] == 5).all()
 
 
 def test_local_copies_are_read_in_place_of_the_shared_files(tmp_path: Path) -> None:

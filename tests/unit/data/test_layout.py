@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcai.data.direct import MemoryPool, Reader
+from hpcai.data.direct import Reader
 from hpcai.data.layout import MAX_GAP, UnreadableLayoutError, hdf5_layout, is_finite, npy_layout
 from hpcai.errors import DataError
 from tests.array_files import arrays_and_slices, write_arrays
@@ -106,52 +106,6 @@ def test_truncated_files_raise_before_the_first_read(tmp_path: Path) -> None:
         npy_layout(tmp_path / "x.npy")
     with pytest.raises(DataError, match="cannot be read: No such file"):
         npy_layout(tmp_path / "none.npy")
-
-
-def damage(content: bytes, draw: Any) -> bytes:
-    damaged = bytearray(content)
-    for _ in range(draw.draw(st.integers(1, 6))):
-        position = draw.draw(st.integers(0, min(len(damaged) - 1, 2200)))
-        damaged[position] = draw.draw(st.integers(0, 255))
-    return bytes(damaged[: draw.draw(st.integers(0, len(damaged)))] if draw.draw(st.booleans()) else damaged)
-
-
-@given(st.data())
-@settings(max_examples=120)
-def test_a_damaged_npy_file_raises_or_is_read_within_its_bounds(tmp_path_factory: Any, data: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "damaged.npy"
-    np.save(path, np.arange(300, dtype=np.int16).reshape(10, 30))
-    path.write_bytes(damage(path.read_bytes(), data))
-    reader = Reader("buffered", threads=1, memory=MemoryPool(max_unused=1 << 20))
-    try:
-        layout = npy_layout(path)
-        assert layout.offset is not None and layout.offset + layout.nbytes <= path.stat().st_size
-        assert layout.read(reader).nbytes == layout.nbytes
-    except DataError as problem:
-        assert str(path) in str(problem)
-    finally:
-        reader.close()
-
-
-@given(st.data(), st.sampled_from([None, (2, 7)]))
-@settings(max_examples=120)
-def test_a_damaged_hdf5_file_raises_or_is_read_within_its_bounds(tmp_path_factory: Any, data: Any, chunks: Any) -> None:
-    path = tmp_path_factory.getbasetemp() / "damaged.h5"
-    with h5py.File(path, "w") as file:
-        file.create_dataset("x", data=np.arange(300, dtype=np.int16).reshape(10, 30), chunks=chunks)
-    path.write_bytes(damage(path.read_bytes(), data))
-    try:
-        file = h5py.File(path)
-        file["x"]
-    except Exception:  # h5py itself raises
-        return
-    with file, Reader("buffered", threads=1) as reader:
-        try:
-            layout = hdf5_layout(file, "x")
-            if layout.nbytes < 1 << 20:  # sources compare the shape with the expected one before they read
-                layout.read(reader)
-        except DataError as problem:
-            assert str(path) in str(problem)
 
 
 def test_is_finite_is_correct_if_the_sum_overflows() -> None:

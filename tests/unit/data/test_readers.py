@@ -8,6 +8,7 @@ from hpcai import host_limits
 from hpcai.data import open_reader, readers
 from hpcai.data.readers import available_memory, choose_mode
 from hpcai.errors import DataError
+from tests.reference_data import load_json
 
 GB = 1 << 30
 
@@ -43,13 +44,7 @@ def test_cgroup_limits_of_both_versions_apply_and_the_page_cache_is_available_me
     assert available_memory(write_system_files(tmp_path / "full", GB, cgroup, **{f"{base}/memory.limit_in_bytes": "0"})) == 0
 
 
-@pytest.mark.parametrize(("cgroup", "files", "expected"), [
-    ("0::/a/b\n", {"sys/fs/cgroup/a/b/cpu.max": "max 100000", "sys/fs/cgroup/a/cpu.max": "250000 100000"}, 3),
-    ("0::/\n", {"sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1), ("0::/a\n", {"sys/fs/cgroup/a/cpu.max": "6400000 100000"}, 8),
-    ("4:cpu,cpuacct:/job\n0::/\n", {"sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "-1\n",
-     "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000\n", "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "50000\n"}, 3),
-    ("", {}, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(("cgroup", "files", "expected"), load_json("cpu_quotas"))
 def test_quotas_of_cpu_time_limit_the_number_of_cpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroup: str, files: dict[str, str], expected: int
 ) -> None:

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpcai import dist
 from hpcai.dist import launch
@@ -85,28 +83,6 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("hosts", "names"), load_json("host_lists"))
 def test_host_lists(hosts: str, names: list[str]) -> None:
     assert expand_hostlist(hosts) == names
-
-
-def compress(groups: list[tuple[str, int, list[tuple[int, int]], str]]) -> tuple[str, list[str]]:
-    """Return a Slurm list of host groups (prefix, width, ranges, suffix), and its expanded names."""
-    texts, names = [], []
-    for prefix, width, ranges, suffix in groups:
-        texts.append(
-            f"{prefix}[" + ",".join(f"{a:0{width}d}-{b:0{width}d}" if a != b else f"{a:0{width}d}" for a, b in ranges) + "]"
-        )
-        texts[-1] += suffix
-        names += [f"{prefix}{n:0{width}d}{suffix}" for a, b in ranges for n in range(a, b + 1)]
-    return ",".join(texts), names
-
-
-RANGE = st.tuples(st.integers(0, 12000), st.integers(0, 30)).map(lambda pair: (pair[0], pair[0] + pair[1]))
-PREFIX = st.from_regex(r"[a-z]([a-z0-9-]{0,4}[a-z])?", fullmatch=True)
-
-
-@given(st.lists(st.tuples(PREFIX, st.integers(1, 6), st.lists(RANGE, min_size=1, max_size=4), st.just("") | PREFIX), max_size=4))
-def test_expand_undoes_compress(groups: list[tuple[str, int, list[tuple[int, int]], str]]) -> None:
-    text, names = compress(groups)
-    assert expand_hostlist(text) == names
 
 
 def test_exceptions_of_a_single_process_propagate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

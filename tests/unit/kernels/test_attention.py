@@ -1,4 +1,4 @@
-"""Attention, gates and outer products equal their references in values and gradients, with chunks of any size."""
+"""Attention and outer products equal their references in values and gradients, with chunks of any size."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcai.kernels import attention, gates, outer_product, triangle_multiplication
+from hpcai.kernels import attention, outer_product
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,28 +62,6 @@ def test_outer_products(bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = (2, 3, 5, 4), (2, 3, 6, 4), (7, 16), (7,)
     inputs = [*(torch.randn(shape, dtype=torch.float64) for shape in shapes), torch.rand(2, 5, 6, dtype=torch.float64) + 1]
     compare(outer_product.outer_product, outer_product.reference, inputs, [0, 1, 2, 3])
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_gates(masked: bool) -> None:
-    torch.manual_seed(0)
-    x, g = torch.randn(2, 3, 4, 5, dtype=torch.float64).unbind()
-    compare(gates.gate, gates.reference, [x, g, torch.rand(3, 1, 5, dtype=torch.float64) if masked else None], [0, 1])
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_glu_halves(masked: bool) -> None:
-    torch.manual_seed(0)
-    mask = torch.rand(2, 1, 4, 5, dtype=torch.float64) if masked else None
-    compare(gates.glu_halves, gates.reference_glu_halves, [torch.randn(2, 6, 4, 5, dtype=torch.float64), mask], [0])
-
-
-@pytest.mark.parametrize("outgoing", [True, False])
-def test_triangle_multiplication(outgoing: bool) -> None:
-    torch.manual_seed(0)
-    ab = torch.randn(2, 6, 4, 5, dtype=torch.float64)
-    function, reference = triangle_multiplication.triangle_multiplication, triangle_multiplication.reference
-    compare(lambda ab: function(ab, outgoing), lambda ab: reference(ab, outgoing), [ab], [0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -160,26 +160,6 @@ def test_a_metric_equal_to_the_target_reaches_it(better: str) -> None:
     assert result.reason == "target" and result.progress.step == 3
 
 
-@pytest.mark.parametrize("stop", [2, 4, 6])
-@pytest.mark.parametrize("every_steps", [None, 2])
-def test_a_resumed_run_equals_an_uninterrupted_one_also_within_an_epoch(tmp_path: Path, stop: int, every_steps: int | None) -> None:
-    def fit(folder: str, steps: int) -> tuple[dict, list[dict]]:
-        step = new_step()
-        with new_run(tmp_path / folder, every_steps=every_steps) as run:
-            train.fit(step, batches(), TrainConfig(steps=steps, report_every=2), validation=batches(2), evaluate=metric, run=run)
-        return step.model.state_dict(), read_events(tmp_path / folder)
-
-    weights, expected_events = fit("full", 8)
-    fit("stopped", stop)
-    resumed, resumed_events = fit("stopped", 8)
-    for name, tensor in weights.items():
-        assert torch.equal(resumed[name], tensor), name
-    last = {e["step"]: e["loss"] for e in expected_events if e["kind"] == "train"}
-    assert {e["step"]: e["loss"] for e in resumed_events if e["kind"] == "train" and e["step"] > stop + 1}.items() <= last.items()
-    steps = [e["step"] for e in resumed_events if e["kind"] == "train"]
-    assert steps == sorted(set(steps)), "no step is reported twice"
-
-
 def test_a_failed_checkpoint_is_reported_and_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = iter([True, True, False])
     write = Checkpoints._write

@@ -17,6 +17,7 @@ from hpcai import cli
 from hpcai.cli import progress
 from hpcai.cli.check import command
 from tests.apps import universes
+from tests.reference_data import load_json
 from tests.unit.cli.check.datasets import child_pids
 
 
@@ -77,18 +78,7 @@ def test_exit_codes(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith(f"hpcai data check: {tmp_path}/nowhere: no such folder; name the folder")
 
 
-@pytest.mark.parametrize(
-    "args, text",
-    [
-        (["--world", "0"], "world: Input should be greater than 0"),
-        (["--range", "counts=5:1"], "range counts=5:1: expected the least value first"),
-        (["--range", "counts"], "expected FIELD=LOW:HIGH such as counts=0:32767"),
-        (["--range", "=0:1"], "expected FIELD=LOW:HIGH"),
-        (["--range", "a=x:1"], "expected FIELD=LOW:HIGH"),
-        (["--range", "a=nan:1"], "expected FIELD=LOW:HIGH"),
-        (["--json", "no/such/folder/out.json"], "out.json cannot be written: No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize("args, text", load_json("refused/check_arguments"))
 def test_invalid_arguments_are_refused(root: Path, capsys: pytest.CaptureFixture[str], args: list[str], text: str) -> None:
     try:
         code = run(root, *args)

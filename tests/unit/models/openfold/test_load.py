@@ -16,7 +16,6 @@ from hpcai.models.openfold.model import OpenFold
 from tests.reference_data import load_json
 
 TINY = OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True})
-COLUMN = "evoformer.blocks.7.msa_att_col."
 # Differs from the published presets in every setting that is inferred from weights; sizes are unequal.
 ODD = OpenFoldConfig.model_validate(load_json("openfold/odd_settings"))
 
@@ -85,20 +84,7 @@ def test_the_full_network_has_the_names_of_each_form(preset: str, form: Form, co
     assert len(saved) == count and sum(value.numel() for value in saved.values()) == sum(value.numel() for value in state.values())
 
 
-@pytest.mark.parametrize(
-    "name, form, expected",
-    [
-        (f"{COLUMN}attention.gate_bias", "openfold", [f"{COLUMN}_msa_att.mha.linear_g.bias"]),
-        ("extra_msa_stack.blocks.0.outer_product_mean.linear_1.weight", "openfold_v1",
-         ["extra_msa_stack.blocks.0.core.outer_product_mean.linear_1.weight"]),
-        ("evoformer.blocks.12.pair.tri_mul_in.linear_ab.bias", "alphafold",
-         [f"alphafold/alphafold_iteration/evoformer/evoformer_iteration/triangle_multiplication_incoming/{part}//bias"
-          for part in ("right_projection", "left_projection", "right_gate", "left_gate")]),
-        ("structure_module.ipa.head_weights", "alphafold",
-         ["alphafold/alphafold_iteration/structure_module/fold_iteration/invariant_point_attention//trainable_point_weights"]),
-        ("input_embedder.linear_relpos.bias", "alphafold", ["alphafold/alphafold_iteration/evoformer/pair_activiations//bias"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name, form, expected", load_json("openfold/public_names"))
 def test_names_are_those_of_the_public_codes(name: str, form: Form, expected: list[str]) -> None:
     assert public_names(name, form) == expected
 
