@@ -16,6 +16,7 @@ fields as by ``hpcai data check``; and the last line of a conversion has the num
 """
 
 import argparse
+import errno
 import hashlib
 import json
 import shlex
@@ -34,7 +35,7 @@ from data_prep import picture, store
 from hpcai.cli.check import Options, check_dataset
 from hpcai.data.index import INDEX, write_json
 from hpcai.durable import locked_directory
-from hpcai.errors import ConfigError, DataError, HpcaiError
+from hpcai.errors import ConfigError, DataError, HpcaiError, describe_unwritable
 from hpcai.host_limits import raise_file_limit
 from hpcai.programs import command_of, command_of_app
 from hpcai.stop import end_in_one_line
@@ -339,6 +340,8 @@ class DatasetBuilder:
             with end_in_one_line(name, advice) if arguments is None else nullcontext():
                 return int(options.run(options))
         except (HpcaiError, OSError) as error:
+            if getattr(error, "errno", None) == errno.ENOSPC:           # HDF5's own text is a paragraph
+                error = DataError(f"{describe_unwritable(OSError(errno.ENOSPC, ''), options.out)}; finished files are kept")
             print(f"error: {error}", file=sys.stderr)
         return 2
 

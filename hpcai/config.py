@@ -32,7 +32,7 @@ import yaml
 from pydantic_core import to_jsonable_python
 
 from hpcai import startup
-from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
+from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError, describe_unwritable
 from hpcai.json_file import read_regular
 from hpcai.schema import CONTROL, NUMBER, Key, Schema, close_matches, format_key, format_value, join_names
 from hpcai.stop import end_in_one_line, exit_on_signal, ignore_broken_pipe
@@ -145,6 +145,9 @@ def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], overr
     except HpcaiError as problem:
         sys.stderr.write(f"error: {problem}\n")
         raise SystemExit(2 if isinstance(problem, ConfigError | MeshError | LaunchError) else 1) from None
+    except OSError as problem:
+        sys.stderr.write(f"error: {describe_unwritable(problem, 'a file of this run')}\n")
+        raise SystemExit(1) from None
 
 
 # ---- YAML ---------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,20 @@
 """The exceptions of this package. A message has the location, the value found, the expected values and a remedy."""
 
+import errno
+import os
+
+_UNWRITABLE = {
+    errno.ENOSPC: "make room, or name a folder on another disk", errno.EDQUOT: "delete files, or ask for a higher quota",
+    errno.EROFS: "name a folder that can be written", errno.EACCES: "name a file or folder that this user may use",
+}  # fmt: skip
+
+
+def describe_unwritable(error: OSError, place: object) -> str:
+    """Return the line for a file or a folder (its own name, or ``place``) that the system refuses to write. Raises other errors."""
+    if error.errno not in _UNWRITABLE:
+        raise error
+    return f"{error.filename or place}: {os.strerror(error.errno)}; {_UNWRITABLE[error.errno]}"
+
 
 def escape_controls(text: str, keep: str = "\n\t") -> str:
     """Return ``text``, which may have names from untrusted files, with characters that are not printable escaped, except ``keep``:

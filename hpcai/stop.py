@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -51,6 +51,10 @@ class Interrupted(KeyboardInterrupt):
 
 _first: list[Interrupted] = []  # the first signal that ends this process
 _printed: list[str] = []  # the line about it
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Unlike SIG_IGN, it is not inherited by programs that this process starts."""
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -155,26 +159,21 @@ def exit_on_signal() -> Iterator[None]:
     try:
         yield
     finally:
-        _set_handler(lambda number, frame: None)
+        _set_handler(_ignore)
 
 
 @contextmanager
-def _handled_by(handler: Handler, numbers: Sequence[int], afterwards: Handler | None = None) -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in numbers}
-    _set_handler(handler, numbers)
+def on_signal(callback: Callable[[str], object]) -> Iterator[None]:
+    """Context manager that calls ``callback`` with the name of a signal. Afterwards signals are ignored within ``exit_on_signal``;
+    otherwise, as in a notebook, the previous handlers are restored.
+    """
+    before = {number: _ignore if is_starting() else signal.getsignal(number) for number in SIGNALS}
+    _set_handler(lambda number, frame: callback(signal.Signals(number).name))
     try:
         yield
     finally:
         for number, previous in before.items():
-            _set_handler(afterwards or previous, (number,))  # type: ignore[arg-type]
-
-
-def on_signal(callback: Callable[[str], object]) -> AbstractContextManager[None]:
-    """Context manager that calls ``callback`` with the name of a signal. Afterwards signals are ignored within ``exit_on_signal``;
-    otherwise, as in a notebook, the previous handlers are restored.
-    """
-    afterwards = (lambda number, frame: None) if is_starting() else None
-    return _handled_by(lambda number, frame: callback(signal.Signals(number).name), SIGNALS, afterwards)
+            _set_handler(previous, (number,))  # type: ignore[arg-type]
 
 
 @contextmanager

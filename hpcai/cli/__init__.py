@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from importlib import import_module
 
 from hpcai import __version__
-from hpcai.errors import HpcaiError
+from hpcai.errors import HpcaiError, describe_unwritable
 from hpcai.stop import end_in_one_line, ignore_broken_pipe, interrupt_imports
 
 interrupt_imports("hpcai")
@@ -51,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ignore_broken_pipe(lambda: run_command("hpcai", COMMANDS, args)) or 0
         except HpcaiError as error:
             print(f"hpcai {args[0]}: {error}", file=sys.stderr)
-            return 2
+        except OSError as error:
+            print(f"hpcai {args[0]}: {describe_unwritable(error, 'its files')}", file=sys.stderr)
+        return 2
 
 
 def make_parser(command: str, text: str | None) -> argparse.ArgumentParser:

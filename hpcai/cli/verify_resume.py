@@ -16,8 +16,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -31,7 +32,8 @@ from hpcai.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hpcai.cli.subprocesses import ForkedProcesses
+_subprocesses = partial(import_module, "hpcai.cli.subprocesses")  # it and the next one import torch
+_checkpoint_reader = partial(import_module, "hpcai.train.checkpoint_reader")
 
 MAX_KILLS = 5                      # of a run
 TOLERANCE = 10.0                     # times the difference of the references
@@ -138,11 +140,6 @@ class _Killer:
 
         return run_app
 
-    def start(self, run: Path, ranks: int) -> "AbstractContextManager[ForkedProcesses]":
-        from hpcai.cli.subprocesses import fork_processes
-
-        return fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks)
-
     def reference(self, ranks: int) -> None:
         run, start = self.folder / f"whole-{ranks}", time.monotonic()
         self.finish(run, ranks)
@@ -152,7 +149,7 @@ class _Killer:
         self.references[ranks] = _last_checkpoint(run)
 
     def finish(self, run: Path, ranks: int) -> None:
-        with self.start(run, ranks) as forks:
+        with _subprocesses().fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
             codes, text = forks.wait(TIMEOUT + 20 * self.seconds.get(ranks, TIMEOUT))
         if codes != [0] * ranks:
             raise ConfigError(f"a run of {self.app} on {ranks} processes ended with exit codes {codes}: {text[-2000:]}")
@@ -185,7 +182,7 @@ class _Killer:
         def left_partial() -> bool:
             return any((run / "checkpoints").glob(".step-*.partial"))
 
-        with self.start(run, ranks) as forks:
+        with _subprocesses().fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
             first = forks.processes[0]
             while not kill_all and first.is_alive() and _count_starts(run) == before:  # before that the others detect no death
                 time.sleep(0.01)
@@ -219,12 +216,10 @@ def _count_starts(run: Path) -> int:
 
 
 def _last_checkpoint(run: Path) -> "dict[str, Tensor]":
-    from hpcai.train.checkpoint_reader import list_checkpoints, read_tensors
-
-    checkpoints = list_checkpoints(run / "checkpoints")
+    checkpoints = _checkpoint_reader().list_checkpoints(run / "checkpoints")
     if not checkpoints:
         raise ConfigError(f"{run}: a finished run has no checkpoint")
-    return read_tensors(checkpoints[-1])
+    return dict(_checkpoint_reader().read_tensors(checkpoints[-1]))
 
 
 def _bits(tensor: "Tensor | None") -> object:

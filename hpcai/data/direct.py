@@ -343,7 +343,9 @@ class Reader(AbstractContextManager["Reader"]):
             device = os.stat(path).st_dev
             if device not in _without_direct or self.mode == "direct":
                 try:
-                    return _File(path, open_direct(path, os.O_RDONLY | os.O_CLOEXEC), True, device)
+                    if not _DIRECT:
+                        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+                    return _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | _DIRECT), True, device)
                 except OSError as error:
                     if error.errno not in _UNSUPPORTED or self.mode == "direct":
                         raise
@@ -353,13 +355,6 @@ class Reader(AbstractContextManager["Reader"]):
             check_file_limit(path, error)
             reason = "no such file (moved or deleted since the start?)" if error.errno == errno.ENOENT else error.strerror
             raise DataError(f"{path}: cannot be opened: {reason}{self._advice(error)}") from error
-
-
-def open_direct(path: Path, flags: int) -> int:
-    """Return a descriptor for reads or writes past the page cache. Raises OSError, with EINVAL also on a system without them."""
-    if not _DIRECT:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
-    return os.open(path, flags | _DIRECT, 0o666)
 
 
 _without_direct: set[int] = set()

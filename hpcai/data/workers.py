@@ -31,7 +31,6 @@ import numpy as np
 
 from hpcai.data.direct import MemoryPool, align_up
 from hpcai.data.pickling import buffer_offsets, flatten
-from hpcai.durable import reserve
 from hpcai.errors import DataError, HpcaiError
 
 _MIN_POOLED = 4096  # bytes from which an array is copied to a block of the pool
@@ -275,11 +274,13 @@ def _create_shared(need: int, name: str) -> tuple[int, mmap.mmap]:
     size = align_up(need + need // 8)  # sizes vary
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("hpcai-sample")
-    else:
+    else:  # macOS
         with tempfile.TemporaryFile() as file:
+            file.truncate(size)
             fd = os.dup(file.fileno())
     try:
-        reserve(fd, size)  # out of memory is an error here, but a bus error later
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)  # out of memory is an error here, but a bus error later
         return fd, mmap.mmap(fd, size)
     except OSError as problem:
         os.close(fd)

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import stat
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from torch import nn
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.host_limits import read_text
+from hpcai.kernels import triton_support
 from hpcai.parallel.pipeline_stages import StageOutput
 from hpcai.settings import StepConfig
 
@@ -60,12 +62,18 @@ def compile_model(
     model: nn.Module, mode: Literal["none", "blocks", "whole"], dynamic: bool | None = False, backend: str = "inductor"
 ) -> int:
     """Compile ``model`` at its next call, in place, so that checkpoint keys stay. Return the number of compiled modules. ``blocks``
-    compiles each repeated block: torch compiles equal blocks once. Raises ConfigError if there is none."""
+    compiles each repeated block: torch compiles equal blocks once. Raises ConfigError if there is none, or no compiler."""
     if mode == "none":
         return 0
     modules = [model] if mode == "whole" else repeated_blocks(model)
     if not modules:
         raise ConfigError(f"compile: blocks, but {type(model).__name__} has no repeated blocks; set compile: whole")
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    missing = None if shutil.which(compiler) else f"there is no {compiler}, which compiles for CPUs (install it, or set CXX)"
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        missing = triton_support.MISSING
+    if backend == "inductor" and missing:
+        raise ConfigError(f"step.compile is {mode}, but {missing}; otherwise set it to none")
     # Blocks of a class share a code object. torch counts its versions (size, training, gradients), and past its limit (8) would
     # run blocks uncompiled.
     kinds = {(type(block), tuple(tuple(p.shape) for p in block.parameters())) for block in modules}

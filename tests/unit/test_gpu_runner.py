@@ -17,6 +17,7 @@ import pytest
 
 from tests.gpu import run
 from tests.gpu.programs import training
+from tests.tracked import tracked_files
 
 PASSES = "def test_it():\n    assert True\n"
 FAILS = """
@@ -284,11 +285,7 @@ NCU = """==PROF== Connected to process 7
 
 
 def test_checkout_and_wheels_are_smaller_than_50_mb() -> None:
-    tracked = subprocess.run(["git", "-C", str(run.ROOT), "ls-files", "-z"], capture_output=True, text=True, check=False)
-    if tracked.returncode:
-        pytest.skip("this copy has no history, so no list of its files")
-    size = sum(path.stat().st_size for name in tracked.stdout.split("\0") if name and (path := run.ROOT / name).is_file())
-    assert size + run._MAX_WHEELS < 50e6
+    assert sum((run.ROOT / name).stat().st_size for name in tracked_files()) + run._MAX_WHEELS < 50e6
 
 
 ALL_RUNGS = [pytest.param([name], marks=pytest.mark.claim) for name in run.RUNGS]

@@ -1,7 +1,6 @@
 """README and pages: their notebook cells run, their settings exist, and no command installs another project's package."""
 
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -20,6 +19,7 @@ from hpcai.models.openfold.structures import write_structure
 from hpcai.models.unet3d import UNet3D, UNet3DConfig
 from hpcai.settings import LoaderConfig
 from tests import proteins
+from tests.tracked import tracked_files
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -82,7 +82,7 @@ def test_the_cells_of_pages_run(runs: Path) -> None:
 
 
 def test_each_page_with_python_has_a_test() -> None:
-    tracked = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = [page for page in tracked_files("*.md") if not page.startswith("tests/")]
     blocks = {(page, language) for page in tracked for language, _ in BLOCK.findall((ROOT / page).read_text())}
     here = re.findall(r'\("([\w/]+\.md)", \d', Path(__file__).read_text())
     assert {page for page, language in blocks if language in ("python", "py")} == {*here, *ELSEWHERE}
@@ -155,11 +155,10 @@ def test_the_commands_that_prove_claims_have_tests() -> None:
 
 
 def test_no_document_installs_the_package_of_another_project() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     bare = re.compile(r"pip3? install +(-\S+ +)*" + "hpcai" + r"($|[^-/.\w])", re.M)
-    for name in tracked:
+    for name in tracked_files():
         path = ROOT / name
-        if path.suffix in {".md", ".py", ".sh", ".yaml", ".toml", ""} and path.is_file() and path != Path(__file__):
+        if path.suffix in {".md", ".py", ".sh", ".yaml", ".toml", ""} and path != Path(__file__):
             assert not bare.search(path.read_text(errors="replace")), name
 
 

@@ -18,6 +18,7 @@ import yaml
 
 from tests.offline import run_offline
 from tests.reference_data import DATA, check_subsample, subsample
+from tests.tracked import tracked_files
 
 ROOT = DATA.parents[1]
 BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "docs/new_model.md")
@@ -117,9 +118,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_contains_the_library_and_suite_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hpcai", "hpcai_suite"}
-    tracked = subprocess.run(["git", "ls-files", "hpcai", *SUITE], cwd=ROOT, capture_output=True, text=True, check=True)
     members = {name.removeprefix("hpcai/suite/") for name in names}
-    assert members >= {name for name in tracked.stdout.split() if (ROOT / name).is_file()}
+    assert members >= set(tracked_files("hpcai", *SUITE))
     assert not [name for name in members if name.endswith(".pyc") or name.startswith("apps/gone/")]
     assert wheel.stat().st_size < 2e6
 

@@ -1,6 +1,8 @@
 """The `hpcai` command and its doctor: help imports nothing heavy, and a broken library is reported."""
 
+import errno
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -11,7 +13,6 @@ import pytest
 from hpcai import cli
 from hpcai.cli import doctor
 from hpcai.cli.apps import list_apps
-from hpcai.cli.prepare import list_commands
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,7 +34,7 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(args: list[str]) -> N
 PROGRAMS = [
     *(f"hpcai.cli {name}" for name in (*cli.COMMANDS, "data check", "data stage")),
     *(f"apps.{name}" for name in list_apps()), "apps.llm generate", "apps.llm score", "apps.diffusion score", "apps.openfold fold",
-    *(f"data_prep.{name}" for name in list_commands()),
+    *(f"data_prep.{path.stem}" for path in sorted((ROOT / "data_prep").glob("*.py")) if "__main__" in path.read_text()),
 ]  # fmt: skip
 HELP = """
 import contextlib, io, os, pydantic, runpy, sys, yaml
@@ -62,6 +63,26 @@ def test_the_help_of_a_command_imports_nothing_that_takes_long() -> None:
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == f"hpcai: there is no command 'train'; expected one of {', '.join(cli.COMMANDS)}\n"
+
+
+def test_a_full_or_read_only_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number), "run/plots")
+
+    monkeypatch.setattr(cli, "run_command", fail)
+    cases = {errno.ENOSPC: "make room, or name a folder on another disk", errno.EROFS: "name a folder that can be written"}
+    for number, advice in cases.items():
+        assert cli.main(["report", "run"]) == 2
+        assert capsys.readouterr().err == f"hpcai report: run/plots: {os.strerror(number)}; {advice}\n"
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        cli.main(["report", "run"])
+
+
+def test_an_older_python_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    with pytest.raises(SystemExit, match="^hpcai needs Python 3.11 to 3.14, but .* is 3[.0-9]*; use another one$"):
+        runpy.run_path(str(ROOT / "hpcai/__init__.py"))
 
 
 @pytest.mark.parametrize("args", [["doctor"], ["--help"]])

@@ -92,6 +92,12 @@ def test_many_kinds_of_a_block_are_all_compiled_and_a_model_without_blocks_is_re
         compile_model(nn.Linear(2, 2), "blocks")
 
 
+def test_a_missing_compiler_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-compiler")
+    with pytest.raises(ConfigError, match="step.compile is whole, but there is no no-compiler, .* set it to none"):
+        compile_model(nn.Linear(1, 1), "whole")
+
+
 def test_graph_breaks_are_counted_with_their_reasons() -> None:
     model, counts = nn.Sequential(Prints()), CompileCounts()
     compile_model(model, "whole", backend="eager")
