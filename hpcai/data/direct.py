@@ -39,7 +39,7 @@ ALIGN = max(4096, mmap.PAGESIZE)
 """Bytes. A multiple of the block size of every disk; Lustre requires full pages, which are 64 KiB on some processors."""
 HUGE_PAGE = 2 << 20
 Mode = Literal["auto", "direct", "buffered"]
-_DIRECT = getattr(os, "O_DIRECT", 0)  # 0: not on this system, such as macOS
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0: not on this system, such as macOS
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -343,9 +343,9 @@ class Reader(AbstractContextManager["Reader"]):
             device = os.stat(path).st_dev
             if device not in _without_direct or self.mode == "direct":
                 try:
-                    if not _DIRECT:
+                    if not O_DIRECT:
                         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-                    return _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | _DIRECT), True, device)
+                    return _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT), True, device)
                 except OSError as error:
                     if error.errno not in _UNSUPPORTED or self.mode == "direct":
                         raise

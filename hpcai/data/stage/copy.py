@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcai.data.direct import Reader, align_up, open_direct
+from hpcai.data.direct import O_DIRECT, Reader, align_up
 from hpcai.data.stage.exchange import Exchange
 from hpcai.data.stage.plan import SourceFile
 from hpcai.durable import reserve
@@ -204,7 +204,7 @@ class RingCopy:
         self._partial = self._ring.target / f".stage.{hashlib.sha256(os.fsencode(path)).hexdigest()}.partial"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
-            self._descriptor = open_direct(self._partial, flags)
+            self._descriptor = os.open(self._partial, flags | O_DIRECT, 0o666)
         except OSError as error:
             if error.errno not in (EINVAL, EOPNOTSUPP):
                 raise
