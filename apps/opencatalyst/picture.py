@@ -3,6 +3,7 @@
 B frames, A free atoms in them
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,12 @@ from hpcai.errors import DataError
 FILE = "pairs.npz"
 TITLE = "Predicted and true energies and forces"
 HIGHER = ("cosine", "within")
-SYMBOLS = (
-    "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo Tc Ru Rh "
-    "Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn "
-    "Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts Og"
-)
 
 
 def read(path: Path) -> list[Pair]:
     """Read forces, energies, and the forces on each element."""
     energy, forces, numbers = arrays(path, {"energy": "real B 2", "forces": "real A 2 3", "numbers": "whole A"}).values()
-    symbols = SYMBOLS.split()
+    symbols = json.loads(Path(__file__).with_name("elements.json").read_text(encoding="utf-8"))
     frames, atoms = np.isfinite(energy).all(1), np.isfinite(forces).all((1, 2))
     for what, finite in (("frame has a finite true and predicted energy", frames), ("free atom has finite forces", atoms)):
         if not finite.any():

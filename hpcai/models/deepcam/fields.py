@@ -1,7 +1,9 @@
 """Stack named fields with units in the order and the units of the network's training."""
 
+import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,24 +13,7 @@ from hpcai.arrays import describe_fill_values, to_array, warn
 from hpcai.errors import DataError
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 
-# (unit of the data, unit of the model): offset and factor of (value + offset) * factor
-_CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
-    ("hPa", "Pa"): (0.0, 100.0),
-    ("mbar", "Pa"): (0.0, 100.0),
-    ("degC", "K"): (273.15, 1.0),
-    ("g/kg", "kg/kg"): (0.0, 1e-3),
-    ("mm/day", "m/s"): (0.0, 1e-3 / 86400),
-    ("mm/h", "m/s"): (0.0, 1e-3 / 3600),
-    ("mm/s", "m/s"): (0.0, 1e-3),
-    ("knot", "m/s"): (0.0, 1852 / 3600),
-    ("km", "m"): (0.0, 1000.0),
-    ("mm", "kg/m2"): (0.0, 1.0),  # depth of water
-}
-_SPELLINGS = {
-    "C": "degC", "°C": "degC", "celsius": "degC", "mb": "mbar", "knots": "knot", "kt": "knot", "gpm": "m", "1": "kg/kg",
-    "kelvin": "K", "m s-1": "m/s", "m s**-1": "m/s", "kg m-2": "kg/m2", "kg m**-2": "kg/m2", "kg/m^2": "kg/m2", "kg kg-1": "kg/kg",
-    "kg kg**-1": "kg/kg", "g kg-1": "g/kg", "mm d-1": "mm/day", "mm/d": "mm/day", "mm h-1": "mm/h", "mm/hr": "mm/h",
-}  # fmt: skip
+_UNITS = tomllib.loads(Path(__file__).with_name("units.toml").read_text(encoding="utf-8"))
 
 
 def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, str] | None = None) -> NDArray[np.float32]:
@@ -68,13 +53,13 @@ def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[s
 def _convert_units(name: str, values: NDArray[Any], unit: str, model_unit: str) -> NDArray[np.float32]:
     if values.dtype.kind not in "biuf":
         raise DataError(f"{name} is of dtype {values.dtype}; expected real numbers")
-    known_unit = _SPELLINGS.get(unit, unit)
+    known_unit, conversions = _UNITS["spellings"].get(unit, unit), _UNITS["conversions"].get(model_unit, {})
     if known_unit == model_unit or not model_unit:
         return values.astype(np.float32)
-    if (known_unit, model_unit) not in _CONVERSIONS:
-        units = [a for a, b in _CONVERSIONS if b == model_unit]
-        raise DataError(f"{name} is in {unit!r}; expected {model_unit}" + (f", or one of {', '.join(units)}" if units else ""))
-    offset, factor = _CONVERSIONS[known_unit, model_unit]
+    if known_unit not in conversions:
+        others = f", or one of {', '.join(conversions)}" if conversions else ""
+        raise DataError(f"{name} is in {unit!r}; expected {model_unit}{others}")
+    offset, factor = conversions[known_unit]
     return ((values.astype(np.float64) + offset) * factor).astype(np.float32)
 
 

@@ -10,7 +10,7 @@ Noise levels are computed on the host before the first step (``plan_steps``): no
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -62,7 +62,7 @@ def sample(
         raise ConfigError(f"method {cfg.method} with eta {cfg.eta:g} and churn {cfg.churn:g} adds noise in steps; give step_noise")
     x = noise.to(torch.promote_types(noise.dtype, torch.float32))
     denoiser = _Denoiser(network, objective, cfg, condition, unconditional, len(x), grid)
-    return _METHODS[cfg.method](denoiser, steps, cfg, x, step_noise or _no_noise)
+    return _METHODS[cfg.method](denoiser, steps, cfg, x, cast(StepNoise, step_noise))  # None if no step adds noise
 
 
 def draw_samples(
@@ -240,10 +240,6 @@ def _expand(condition: Condition, argument: str, count: int) -> Condition:
         if x is not None and len(x) not in (1, count):
             raise ConfigError(f"{argument} has {name} of {len(x)} samples, noise is of {count}; give one for each, or one for all")
     return Condition(*(x if x is None else x.expand(count, *x.shape[1:]) for x in condition))
-
-
-def _no_noise(step: int) -> Tensor:
-    raise AssertionError(f"step {step} adds no noise")
 
 
 @torch.no_grad()
