@@ -65,9 +65,16 @@ class Tokenizer:
         self.identity = _identity(content)
         self._added: dict[int, dict[str, Any]] = {int(token["id"]): token for token in content.get("added_tokens") or ()}
         self._backends: dict[bool, Any] = {}
-        _check_ids(content["model"]["vocab"], self._added, self.where)
+        vocabulary = content["model"]["vocab"]
+        ids = [*(vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))), *self._added]
+        if not ids:
+            raise DataError(f"{self.where}: has no tokens; fetch it again")
+        if min(ids) < 0 or max(ids) >= min(2 * len(ids) + _MAX_UNUSED, 1 << 32):
+            actual = f"ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens"
+            raise DataError(f"{self.where}: {actual}, expected them from 0 on with few gaps, below 2^32; fetch it again")
         self.is_bytes = self.identity == _BYTES_IDENTITY
-        vocabulary = content["model"]["vocab"] if self.is_bytes else self._backend().get_vocab(with_added_tokens=True)
+        if not self.is_bytes:
+            vocabulary = self._backend().get_vocab(with_added_tokens=True)
         for number, token in self._added.items():
             if not self.is_bytes and (actual := vocabulary.get(token["content"])) != number:
                 text = f"the added token {token['content']!r} has id {number:,}, the vocabulary makes it {actual}"
@@ -405,15 +412,6 @@ def _drop_unset(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _drop_unset(item) for key, item in value.items() if item is not None and item is not False and item != ""}
     return [_drop_unset(item) for item in value] if isinstance(value, list) else value
-
-
-def _check_ids(vocabulary: Mapping[str, int] | Sequence[Any], added: Iterable[int], where: str) -> None:
-    ids = [*(vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))), *added]
-    if not ids:
-        raise DataError(f"{where}: has no tokens; fetch it again")
-    if min(ids) < 0 or max(ids) >= min(2 * len(ids) + _MAX_UNUSED, 1 << 32):
-        actual = f"ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens"
-        raise DataError(f"{where}: {actual}, expected them from 0 on with few gaps, below 2^32; fetch it again")
 
 
 def _token_text(value: Any) -> str | None:

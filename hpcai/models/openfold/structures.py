@@ -29,6 +29,8 @@ RESTYPE_ORDER = {letter: number for number, letter in enumerate(RESTYPES)}
 RESTYPE_3TO1 = dict(zip(RESNAMES, RESTYPES))
 # The first of these that is a number is used; NMR has none.
 _RESOLUTION_TAGS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+_CATEGORIES = ("_atom_site.", "_entity_poly_seq.", "_entity_poly.", "_struct_asym.", "_chem_comp.", "_exptl.",
+               "_pdbx_audit_revision_history.", *(tag.split(".")[0] + "." for tag in _RESOLUTION_TAGS))  # fmt: skip
 _SITE_TAGS = ("label_asym_id", "auth_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z")
 PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # limits of the format's columns; angstrom
 MAX_SKIPPED = 9999                                        # residues of a chain that only numbers tell
@@ -123,7 +125,8 @@ def read_structure(path: Path, chain: str | None = None) -> Entry:
     path, notes = Path(path), list[str]()
     try:
         blocks, data = read_blocks(path)
-        tables = _read_categories(blocks[0] if blocks else _gemmi().cif.Block("PDB"))
+        block = blocks[0] if blocks else _gemmi().cif.Block("PDB")
+        tables = {name: block.get_mmcif_category(name) for name in _CATEGORIES}  # missing values are None or False
         site = tables["_atom_site."]
         has_chains = tables["_struct_asym."] or "label_entity_id" in site
         if not (tables["_entity_poly_seq."] and has_chains and {*_SITE_TAGS} <= {*site}):
@@ -230,13 +233,6 @@ def _pdb_metadata(structure: Any, data: bytes, path: Path) -> dict[str, dict[str
         "_refine.": {"ls_d_res_high": [str(structure.resolution)]}, "_exptl.": {"method": [method]},
         "_pdbx_audit_revision_history.": {"revision_date": days},
     }  # fmt: skip
-
-
-def _read_categories(block: Any) -> dict[str, dict[str, list[Any]]]:
-    """Return the required categories; missing values are None or False."""
-    categories = ("_atom_site.", "_entity_poly_seq.", "_entity_poly.", "_struct_asym.", "_chem_comp.", "_exptl.",
-              "_pdbx_audit_revision_history.", *(tag.split(".")[0] + "." for tag in _RESOLUTION_TAGS))  # fmt: skip
-    return {name: block.get_mmcif_category(name) for name in categories}
 
 
 def _columns(table: dict[str, list[Any]], category: str, tags: Iterable[str], path: Path) -> list[list[Any]]:
