@@ -14,7 +14,7 @@ float64. ::
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ class MetricSums:
                 parts = [_upcast(name, part) for part in ([sums] if isinstance(sums, Tensor) else sums)]
                 totals, _ = self._totals.setdefault(name, ([torch.zeros_like(part) for part in parts], finish))
                 _check_specs(name, _specs(totals), _specs(parts))
-                for total, part in zip(totals, parts):
-                    total += part
+                for total, new in zip(totals, parts):
+                    total += new
                 continue
             part, count = value if isinstance(value, tuple) else (value.detach() * samples, samples)
             entry = self._sums.setdefault(name, [0.0, 0.0])
@@ -102,7 +102,7 @@ def means(names: list[str], sums: list[float]) -> dict[str, float]:
     return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan") for i, name in enumerate(names)}
 
 
-def has_finish(value: Any) -> bool:
+def has_finish(value: Any) -> TypeGuard[Total]:
     """Return whether ``value`` is a pair (sums, finish)."""
     return isinstance(value, tuple) and len(value) == 2 and callable(value[1])
 

@@ -83,7 +83,13 @@ class Tokenizer:
         self.size = max(self._ids.values()) + 1
         self.special = {number for number, token in self._added.items() if token.get("special")}
         self.bos, self.eos, self.pad = (self._special_id(f"{name}_token") for name in ("bos", "eos", "pad"))
-        self.prefix, self.suffix = ([], []) if self.is_bytes else self._prefix_suffix()
+        self.prefix, self.suffix = list[int](), list[int]()  # the ids that the file adds before and after a text
+        if not self.is_bytes:
+            encoding = _call_library(lambda: self._backend().encode("a", add_special_tokens=True), self.where)
+            mask = [*encoding.special_tokens_mask, 1]
+            first = mask.index(0) if 0 in mask else 0
+            last = len(mask) - 1 - mask[::-1].index(0) if 0 in mask else len(mask) - 2
+            self.prefix, self.suffix = list(encoding.ids[:first]), list(encoding.ids[last + 1 :])
         decoder = content.get("decoder") or {}
         steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
         self._is_byte_level = [step.get("type") for step in steps] == ["ByteLevel"]
@@ -302,14 +308,6 @@ class Tokenizer:
             backend.encode_special_tokens = not special
             self._backends[special] = backend
         return self._backends[special]
-
-    def _prefix_suffix(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the file adds before and after a text."""
-        encoding = _call_library(lambda: self._backend().encode("a", add_special_tokens=True), self.where)
-        mask = [*encoding.special_tokens_mask, 1]
-        first = mask.index(0) if 0 in mask else 0
-        last = len(mask) - 1 - mask[::-1].index(0) if 0 in mask else len(mask) - 2
-        return list(encoding.ids[:first]), list(encoding.ids[last + 1 :])
 
     def _special_id(self, key: str) -> int | None:
         token = _token_text(self.config.get(key))

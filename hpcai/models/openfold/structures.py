@@ -335,7 +335,12 @@ def _build_chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows:
             raise DataError(f"{path}: {text}, expected three numbers; {_ADVICE}")
         positions[index], mask[index] = coordinates, 1
         bfactors[index] = np.nan_to_num([as_number(bfactor[row]) if bfactor[row] else 0.0 for row in taken], posinf=0.0, neginf=0.0)
-    _swap_arginine_atoms([index for seq, index in order.items() if polymer.residues[seq][0] == "ARG"], positions, mask, bfactors)
+    cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
+    for row in (index for seq, index in order.items() if polymer.residues[seq][0] == "ARG"):  # NH1 is the one nearer to CD
+        to_nh1, to_nh2 = (np.linalg.norm(positions[row, nh] - positions[row, cd]) for nh in (nh1, nh2))
+        if mask[row, [cd, nh1, nh2]].all() and to_nh1 > to_nh2:
+            for array in (positions, mask, bfactors):
+                array[row, [nh1, nh2]] = array[row, [nh2, nh1]]
     aatype = np.array([RESTYPE_ORDER.get(letter, UNKNOWN) for letter in sequence], np.int64)
     return Chain(name, sequence, aatype, positions, mask, bfactors, *metadata)
 
@@ -351,17 +356,6 @@ def _sequence(polymer: _Polymer) -> str:
         letter = RESTYPE_3TO1.get(names[0]) or (letter_from_pdb if letter_from_pdb in RESTYPE_ORDER else tabulated_letter)
         letters.append(letter if letter in RESTYPE_ORDER else "X")
     return "".join(letters)
-
-
-def _swap_arginine_atoms(arginines: list[int], *arrays: NDArray[np.float32]) -> None:
-    """Swap NH1 and NH2 if NH2 is nearer to CD."""
-    positions, mask, _ = arrays
-    cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
-    for index in arginines:
-        nh1_distance, nh2_distance = (np.linalg.norm(positions[index, nh] - positions[index, cd]) for nh in (nh1, nh2))
-        if mask[index, [cd, nh1, nh2]].all() and nh1_distance > nh2_distance:
-            for array in arrays:
-                array[index, [nh1, nh2]] = array[index, [nh2, nh1]]
 
 
 def _parse_int(value: Any, tag: str, path: Path) -> int:
