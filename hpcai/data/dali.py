@@ -264,21 +264,16 @@ class DaliLoader(Loader):
             sample = self.source.sample(task.index, task.epoch)
             sample = sample._asdict() if hasattr(sample, "_asdict") else sample
             arrays = tuple(_array(field, sample) for field in self.fields)
-            self._check_alike(task.index, arrays)
+            with self._reference_lock:
+                self._reference = self._reference or (task.index, tuple(np.empty([0] * x.ndim, x.dtype) for x in arrays))
+                other, first = self._reference
+            for field, x, like in zip(self.fields, arrays, first):
+                if (x.dtype, x.ndim) != (like.dtype, like.ndim):
+                    text = f"{x.dtype} with {x.ndim} dims, but {like.dtype} with {like.ndim} in sample {other}"
+                    raise DataError(f"field '{field.name}': {text}; all samples need the same")
         except DataError as problem:
             raise DataError(f"{self.name}, rank {self._rank}, sample {task.index}: {problem}") from problem
         return _Item(arrays, random_numbers(self.seed, task.epoch, task.position)), tree_bytes(arrays)
-
-    def _check_alike(self, index: int, arrays: tuple[np.ndarray, ...]) -> None:
-        with self._reference_lock:
-            self._reference = self._reference or (index, tuple(np.empty([0] * x.ndim, x.dtype) for x in arrays))
-            other, first = self._reference
-        for field, x, like in zip(self.fields, arrays, first):
-            if (x.dtype, x.ndim) != (like.dtype, like.ndim):
-                raise DataError(
-                    f"field '{field.name}': {x.dtype} with {x.ndim} dims, but {like.dtype} with {like.ndim} in sample {other}; all "
-                    "samples need the same"
-                )
 
     # ---- batches
 

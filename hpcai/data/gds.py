@@ -64,7 +64,14 @@ class GdsReader(AbstractContextManager["GdsReader"]):
 
     def read(self, layout: Layout, *index: slice | int) -> Tensor:
         """Read a box of an array to the device, as ``Layout.read``, ordered with the current stream."""
-        dtype = _torch_dtype(layout)
+        description = f"{layout.path}: '{layout.name}' is {layout.dtype.str}"
+        if not layout.dtype.isnative:
+            text = "not in this machine's byte order, as a GPU needs; rewrite it, or use data.reader=direct"
+            raise DataError(f"{description}, {text}")
+        try:
+            dtype = torch.from_numpy(np.empty(0, layout.dtype)).dtype
+        except TypeError as problem:
+            raise DataError(f"{description}, which torch has no dtype for; use data.reader=direct") from problem
         ranges, shape, out_shape = layout.byte_ranges(index)
         with self._lock:
             self.requested += math.prod(shape) * layout.dtype.itemsize
@@ -186,16 +193,6 @@ def _log_mode(compatible: bool) -> None:
     if compatible:
         mode = "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
     logger.info("data.reader=gds: %s", mode)
-
-
-def _torch_dtype(layout: Layout) -> torch.dtype:
-    description = f"{layout.path}: '{layout.name}' is {layout.dtype.str}"
-    if not layout.dtype.isnative:
-        raise DataError(f"{description}, not in this machine's byte order, as a GPU needs; rewrite it, or use data.reader=direct")
-    try:
-        return torch.from_numpy(np.empty(0, layout.dtype)).dtype
-    except TypeError as problem:
-        raise DataError(f"{description}, which torch has no dtype for; use data.reader=direct") from problem
 
 
 def _view_as(raw: Tensor, dtype: torch.dtype) -> Tensor:

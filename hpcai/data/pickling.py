@@ -34,16 +34,12 @@ def buffer_offsets(lengths: Sequence[int]) -> list[int]:
     return list(accumulate((-(-length // _ALIGN) * _ALIGN for length in lengths), initial=0))
 
 
-def _memory_order(strides: Sequence[int]) -> list[int]:
-    """Return the dims by descending stride."""
-    return sorted(range(len(strides)), key=lambda dim: -abs(strides[dim]))
-
-
 def _reduce_array(array: np.ndarray) -> Any:
     array = np.asarray(array)
     if array.flags.forc:
         return array.__reduce_ex__(5)
-    order = _memory_order(array.strides)  # pickle copies non-contiguous arrays into its stream
+    # The dims by descending stride; pickle copies non-contiguous arrays into its stream.
+    order = sorted(range(array.ndim), key=lambda dim: -abs(array.strides[dim]))
     return np.transpose, (np.ascontiguousarray(array.transpose(order)), np.argsort(order).tolist())
 
 
@@ -54,7 +50,7 @@ def _reduce_tensor(tensor: Any) -> Any:
         raise DataError(f"a tensor is on {tensor.device}, expected one on the CPU")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.requires_grad:
         return tensor.__reduce_ex__(5)
-    order = _memory_order(tensor.stride())
+    order = sorted(range(tensor.ndim), key=lambda dim: -abs(tensor.stride(dim)))
     dense = tensor.permute(order).resolve_conj().resolve_neg().contiguous()
     flat = dense.reshape(-1).view(torch.uint8).numpy()
     return _rebuild_tensor, (flat, tensor.dtype, tuple(dense.shape), np.argsort(order).tolist())

@@ -81,7 +81,11 @@ class PrefetchQueue:
                     raise RuntimeError(f"{self._name}: the epoch was closed")
                 ready = self._pop_lowest(epoch, count) if keys is None else keys if all(k in self._ready for k in keys) else None
                 if ready is not None:
-                    return self._hand_out(ready)
+                    taken = [self._ready.pop(key) for key in ready]
+                    self._bytes -= sum(size for _, size in taken)
+                    self._urgent.difference_update(ready)
+                    self._condition.notify_all()
+                    return [sample for sample, _ in taken]
                 if not wait:
                     return None
                 self._wait(start)
@@ -110,16 +114,6 @@ class PrefetchQueue:
         for key in keys:
             heapq.heappush(self._heap, key)
         return None
-
-    def _hand_out(self, keys: Sequence[tuple[int, int]]) -> list[Ready]:
-        samples = []
-        for key in keys:
-            ready, size = self._ready.pop(key)
-            self._bytes -= size
-            samples.append(ready)
-        self._urgent.difference_update(keys)
-        self._condition.notify_all()
-        return samples
 
     def _wait(self, start: float) -> None:
         if not (self._running or self._feeds or self._upcoming):
@@ -169,11 +163,16 @@ class PrefetchQueue:
             try:
                 sample, size = self._prepare(task, number)
             except BaseException as problem:
+                error: BaseException = problem
+                if not isinstance(problem, HpcaiError):
+                    text = f"index {task.index} cannot be prepared ({type(problem).__name__}: {problem})"
+                    error = DataError(f"{self._name}: {text}")
+                    error.__cause__ = problem
                 with self._condition:
                     self._running.pop(key)
-                    self._failure = self._failure or self._with_index(problem, task)
+                    self._failure = self._failure or error
                     self._condition.notify_all()
-                del problem
+                del problem, error
                 continue
             with self._condition:
                 self._running.pop(key)
@@ -185,10 +184,3 @@ class PrefetchQueue:
                     self._largest = max(self._largest, size)
                 self._condition.notify_all()
             del sample  # otherwise kept until the next one is ready
-
-    def _with_index(self, problem: BaseException, task: Task) -> BaseException:
-        if isinstance(problem, HpcaiError):
-            return problem
-        error = DataError(f"{self._name}: index {task.index} cannot be prepared ({type(problem).__name__}: {problem})")
-        error.__cause__ = problem
-        return error

@@ -119,16 +119,12 @@ class Weighted(Sampler):
 
     def order(self, epoch: int) -> np.ndarray:
         drawn = np.searchsorted(self._ends, _generator(self.seed, epoch).random(self.samples), side="right")
-        return drawn + len(self._ends) * _occurrences(drawn) if self.numbered else drawn
-
-
-def _occurrences(drawn: np.ndarray) -> np.ndarray:
-    """Return how often each element occurs before its position.   [M] -> [M]"""
-    order = np.argsort(drawn, kind="stable")
-    sorted_ = drawn[order]
-    counts = np.empty(len(drawn), int)
-    counts[order] = np.arange(len(drawn)) - np.searchsorted(sorted_, sorted_)
-    return counts
+        if self.numbered:
+            order = np.argsort(drawn, kind="stable")
+            sorted_ = drawn[order]
+            # As often as each element occurs before its position.
+            drawn[order] += len(self._ends) * (np.arange(len(drawn)) - np.searchsorted(sorted_, sorted_))
+        return drawn
 
 
 class Sharded:

@@ -82,15 +82,11 @@ def _describe_dataset(file: h5py.File, name: str, rows: int) -> dict[str, Any] |
         return description
     if dataset_layout.offset is not None:
         return description | {"way": CONTIGUOUS, "cell": [0], "offset": [dataset_layout.offset]}
-    grid = _grid_shape(dataset_layout.shape, dataset_layout.chunk)
+    grid = tuple(-(-n // max(c, 1)) for n, c in zip(dataset_layout.shape, dataset_layout.chunk))
     cells = [int(np.ravel_multi_index(cell, grid)) for cell in dataset_layout.offsets]
     fill = np.asarray(dataset_layout.fill, dataset_layout.dtype).tobytes().hex()
     chunks = {"cell": cells, "offset": list(dataset_layout.offsets.values())}
     return description | {"way": CHUNKED, "chunk": list(dataset_layout.chunk), "fill": fill, **chunks}
-
-
-def _grid_shape(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
-    return tuple(-(-n // max(c, 1)) for n, c in zip(shape, chunk))
 
 
 def build_table(files: Sequence[Entry], descriptions: Sequence[Mapping[str, Any] | None]) -> bytes:
@@ -174,7 +170,10 @@ class DatasetLayouts:
             bool((self.storage <= HDF5_ONLY).all() and ((dims > 0) == present).all() and (dims <= _MAX_DIMS).all()),
             self._invalid("dims"),
         )
-        self._dtypes, self._dtype_of = self._parse_dtypes(dtypes, present)
+        texts, self._dtype_of = np.unique(np.ascontiguousarray(dtypes).view(f"S{_DTYPE_BYTES}").reshape(-1), return_inverse=True)
+        used = np.bincount(self._dtype_of, present, len(texts)) > 0
+        _check(all(_DTYPE.fullmatch(text) for text, is_used in zip(texts.tolist(), used) if is_used), self._invalid("dtype"))
+        self._dtypes = [np.dtype(text.decode() if is_used else "u1") for text, is_used in zip(texts.tolist(), used)]
         item = np.array([kind.itemsize for kind in self._dtypes], np.int64)[self._dtype_of]
         _check(bool((pieces >= 0).all() and (pieces <= len(self._byte_offsets)).all()), self._invalid("piece counts"))
         contiguous = self.storage == CONTIGUOUS
@@ -188,13 +187,6 @@ class DatasetLayouts:
 
     def _invalid(self, array_name: str) -> str:
         return f"'{self.name}' has invalid {array_name}"
-
-    def _parse_dtypes(self, dtypes: np.ndarray, present: np.ndarray) -> tuple[list[np.dtype], np.ndarray]:
-        """Return the dtypes that occur, and the index of that of each file."""
-        texts, index = np.unique(np.ascontiguousarray(dtypes).view(f"S{_DTYPE_BYTES}").reshape(-1), return_inverse=True)
-        used = np.bincount(index, present, len(texts)) > 0
-        _check(all(_DTYPE.fullmatch(text) for text, is_used in zip(texts.tolist(), used) if is_used), self._invalid("dtype"))
-        return [np.dtype(text.decode() if is_used else "u1") for text, is_used in zip(texts.tolist(), used)], index
 
     def _validate_offsets(self, item: np.ndarray, sizes: np.ndarray, chunked: np.ndarray) -> None:
         """Require that all pieces are within files and grids. Lengths are multiplied as floats, which do not overflow."""
@@ -229,7 +221,7 @@ class DatasetLayouts:
         if storage != CHUNKED:
             return Layout(*args, int(self._byte_offsets[pieces][0]) if storage == CONTIGUOUS else None)
         chunk = tuple(self._chunk_values[self._chunk_offsets[number] : self._chunk_offsets[number + 1]].tolist())
-        grid = _grid_shape(args[2], chunk)
+        grid = tuple(-(-n // max(c, 1)) for n, c in zip(args[2], chunk))
         cells = zip(*(cell.tolist() for cell in np.unravel_index(self._cells[pieces], grid))) if 0 not in grid else ()
         offsets = dict(zip(cells, self._byte_offsets[pieces].tolist()))
         fill = np.frombuffer(self._fill_bytes[self._fill_offsets[number] : self._fill_offsets[number + 1]].tobytes(), args[3])

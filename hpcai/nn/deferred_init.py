@@ -216,24 +216,20 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int | None =
             if own and (hook := getattr(module, "post_materialize", None)) is not None:
                 hook()
                 real.update((parameter, module._parameters[name]) for name, parameter in own.items())
-        _move_tensors(model, device, dtype)
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                text = f"buffer {name} is on the meta device: it read a parameter before materialize"
+                raise ConfigError(f"{text}; compute it afterwards")
+        tensors = (*model.parameters(), *model.buffers())
+        if any(x.device != torch.device(device) or dtype not in (None, x.dtype) for x in tensors):
+            owners = [(part._buffers, name) for part in model.modules() for name, x in part._buffers.items() if x is not None]
+            saved = [vars(buffers[name]) for buffers, name in owners]  # ``.to`` loses the attributes of buffers
+            model.to(device, dtype)
+            for (buffers, name), attributes in zip(owners, saved):
+                vars(buffers[name]).update(attributes)
     finally:
         _active[:] = active
     return model
-
-
-def _move_tensors(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
-    """Move real tensors; buffers keep their attributes."""
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ConfigError(f"buffer {name} is on the meta device: it read a parameter before materialize; compute it afterwards")
-    owners = [(module._buffers, name) for module in model.modules() for name, x in module._buffers.items() if x is not None]
-    saved = [vars(buffers[name]) for buffers, name in owners]
-    if all(x.device == torch.device(device) and dtype in (None, x.dtype) for x in (*model.parameters(), *model.buffers())):
-        return
-    model.to(device, dtype)
-    for (buffers, name), attributes in zip(owners, saved):
-        vars(buffers[name]).update(attributes)
 
 
 def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.device, seed: int | None) -> nn.Parameter:

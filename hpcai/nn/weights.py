@@ -59,10 +59,19 @@ class PretrainedMixin(nn.Module):
         if form == "hpcai":
             _write(partial, self.metadata, state)
         else:
+            package = import_module(f"{self.package}.load")
+            if form not in (forms := getattr(package, "FORMS", ())):
+                expected = ", ".join(("hpcai", *forms))
+                raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of {expected}")
             try:
-                _write_form(partial, import_module(f"{self.package}.load"), self.cfg, state, form)
+                converted = package.in_form(state, self.cfg, form)
             except CheckpointError as error:
                 raise CheckpointError(f"{path}: {error}") from error
+            with partial.open("wb") as file:
+                if all(isinstance(value, np.ndarray) for value in converted.values()):
+                    np.savez(file, **converted)
+                else:
+                    torch.save(converted, file)
         partial.replace(path)
 
 
@@ -75,18 +84,6 @@ def _write(path: Path, metadata: dict[str, str], state: Mapping[str, Tensor]) ->
     copies = {name: value.contiguous() if owners[value.data_ptr()] is value else value.clone() for name, value in state.items()}
     save_file(copies, path, metadata=metadata)
     path.chmod(0o644)  # safetensors makes files that only their owner can read
-
-
-def _write_form(path: Path, package: Any, cfg: Settings, state: Mapping[str, Tensor], form: str) -> None:
-    forms = getattr(package, "FORMS", ())
-    if form not in forms:
-        raise CheckpointError(f"there is no form {form!r} of weights; expected one of {', '.join(('hpcai', *forms))}")
-    converted = package.in_form(state, cfg, form)
-    with path.open("wb") as file:
-        if all(isinstance(value, np.ndarray) for value in converted.values()):
-            np.savez(file, **converted)
-        else:
-            torch.save(converted, file)
 
 
 def load_state(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict[str, Tensor], SettingsT | None]:

@@ -181,15 +181,12 @@ class GradientReducer:
             reducer.buckets[number].accumulate(index)
             if reducer.is_last_backward:
                 reducer.buckets[number].pending -= 1
-                reducer._launch_in_order()
+                # In the order of the buckets, whatever the order in which autograd fills them: ranks match collectives by order.
+                while reducer._launched < len(reducer.buckets) and reducer.buckets[reducer._launched].pending == 0:
+                    reducer.buckets[reducer._launched].launch()
+                    reducer._launched += 1
 
         return ready
-
-    def _launch_in_order(self) -> None:
-        # In the order of the buckets, whatever the order in which autograd fills them: ranks match collectives by order.
-        while self._launched < len(self.buckets) and self.buckets[self._launched].pending == 0:
-            self.buckets[self._launched].launch()
-            self._launched += 1
 
     def reduce(self) -> None:
         """Reduce the remaining buckets, and wait for all; the gradient of an unused parameter is zero."""

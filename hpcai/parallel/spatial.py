@@ -178,7 +178,23 @@ def parallelize_spatial(
     partition = SpatialPartition.from_axes(axes, len(size), min_size=min_size, overlap=overlap)
     partition.check_size(size)
     if partition.axes:
-        _convert_layers(model, partition, {**_KINDS, **kinds})
+        replace_norms(model)
+        kinds = {**_KINDS, **kinds}
+        for name, layer in model.named_modules():
+            origin = type(layer).__module__
+            kind = _Convolution if isinstance(layer, nn.modules.conv._ConvNd) else kinds.get(type(layer))
+            if kind is None:
+                is_pointwise = origin == "torch.nn.modules.activation" and not isinstance(layer, nn.MultiheadAttention)
+                if origin.startswith("torch.nn.") and not is_pointwise and not isinstance(layer, _LOCAL):
+                    raise MeshError(f"spatial: {name} is a {type(layer).__name__}, which cannot be sharded")
+                continue
+            layer.__class__ = _spatial_class(kind, type(layer))  # type: ignore[arg-type]  # mypy takes classes for not hashable
+            layer.partition, layer.name = partition, name
+            problem = layer.find_unsupported()
+            if problem is not None:
+                raise MeshError(f"spatial: {name} has {problem}")
+            if kind is _Norm and not isinstance(layer.all_reduce, AllReduce):
+                layer.all_reduce = AllReduce()
         plan_size(model, partition, size, channels, inputs)
         for axis in partition.axes.values():
             sum_gradients_over(model, axis.init_group())  # now: a rank whose layers exchange nothing has no first use
@@ -582,30 +598,7 @@ _LOCAL = (
 )  # fmt: skip
 
 
-def _convert_layers(model: nn.Module, partition: SpatialPartition, kinds: Mapping[type[nn.Module], type[SpatialLayer]]) -> None:
-    replace_norms(model)
-    for name, layer in model.named_modules():
-        kind = _Convolution if isinstance(layer, nn.modules.conv._ConvNd) else kinds.get(type(layer))
-        if kind is None:
-            _check_local(name, layer)
-            continue
-        layer.__class__ = _spatial_class(kind, type(layer))  # type: ignore[arg-type]  # mypy takes classes for not hashable
-        layer.partition, layer.name = partition, name
-        problem = layer.find_unsupported()
-        if problem is not None:
-            raise MeshError(f"spatial: {name} has {problem}")
-        if kind is _Norm and not isinstance(layer.all_reduce, AllReduce):
-            layer.all_reduce = AllReduce()
-
-
 @cache
 def _spatial_class(kind: type[SpatialLayer], base: type[nn.Module]) -> type:
     """Return a subclass of the layer's class, which can still compute as before (``SpatialPartition.disabled``)."""
     return type(f"Spatial{base.__name__}", (kind, base), {"__module__": __name__})
-
-
-def _check_local(name: str, layer: nn.Module) -> None:
-    is_torch = type(layer).__module__.startswith("torch.nn.")
-    is_pointwise = type(layer).__module__ == "torch.nn.modules.activation" and not isinstance(layer, nn.MultiheadAttention)
-    if is_torch and not is_pointwise and not isinstance(layer, _LOCAL):
-        raise MeshError(f"spatial: {name} is a {type(layer).__name__}, which cannot be sharded")

@@ -162,7 +162,7 @@ class VocabParallelEmbedding(nn.Embedding):
     @disable_dynamo
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [T] -> [T, C], or [T/n, C] with sequence parallelism"""
-        first, end = _vocab_range(self.num_embeddings, self.axis)
+        first, end = (self.num_embeddings * rank // self.axis.size for rank in (self.axis.rank, self.axis.rank + 1))  # as in shard_
         is_local, is_valid = (tokens >= first) & (tokens < end), (tokens >= 0) & (tokens < self.num_embeddings)
         padding = self.padding_idx
         padding = padding - first if padding is not None and first <= padding < end else None
@@ -176,7 +176,7 @@ class _ParallelVocab(VocabShard):
 
     def __init__(self, axis: Axis, vocab_size: int, sequence: int | None) -> None:
         self.axis, self.sequence = axis, sequence
-        self.start, _ = _vocab_range(vocab_size, axis)
+        self.start = vocab_size * axis.rank // axis.size
         self._shard_sizes = [vocab_size * (rank + 1) // axis.size - vocab_size * rank // axis.size for rank in range(axis.size)]
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
@@ -245,11 +245,6 @@ class _ReduceOutput(UntransformedFunction):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         return dy if ctx.dim is None else _start_all_gather(dy, ctx.axis, ctx.dim).wait(), None, None
-
-
-def _vocab_range(vocab_size: int, axis: Axis) -> tuple[int, int]:
-    """Return the range of this rank's vocabulary entries, as ``sharding.shard_`` splits them."""
-    return vocab_size * axis.rank // axis.size, vocab_size * (axis.rank + 1) // axis.size
 
 
 def _check(layer: nn.Module, expected: type[nn.Module]) -> None:

@@ -69,7 +69,15 @@ class Capture:
         if slot is None:
             return self.function(self._to_device(batch))
         if slot.batch is None:
-            return self._warm_up(slot, batch)
+            slot.runs += 1
+            inputs, reads, values = self._to_device(batch), _Reads(), []
+            watch = reads if slot.runs == 1 and self.traced else nullcontext()
+            slot.graph.warm_up(lambda: values.append(self._run(inputs, watch)))
+            if reads.first:
+                self.close()
+                reason = f"{reads.first} makes the host wait for the device, which cannot be captured"
+                self._fall_back(reason, "keep it on the device (torch.where), or set step.capture=none")
+            return _clone(values[0])  # since its memory belongs to the stream of the graph
         self._copy_batch(slot.batch, batch)
         slot.graph.replay()
         return _clone(slot.values)
@@ -108,21 +116,10 @@ class Capture:
         self.fallback_messages += [] if self._fell_back else [f"step.capture: {reason}; such steps run uncaptured from now on"]
         self._fell_back = True
 
-    def _warm_up(self, slot: _Slot, batch: Any) -> Any:
-        """Run a step of a shape that has no graph yet."""
-        slot.runs += 1
-        inputs, reads, values = self._to_device(batch), _Reads(), []
-        watch = reads if slot.runs == 1 and self.traced else nullcontext()
-        slot.graph.warm_up(lambda: values.append(self._run(inputs, watch)))
-        if reads.first:
-            self.close()
-            reason = f"{reads.first} makes the host wait for the device, which cannot be captured"
-            self._fall_back(reason, "keep it on the device (torch.where), or set step.capture=none")
-        return _clone(values[0])  # since its memory belongs to the stream of the graph
-
     def _record(self, slot: _Slot, batch: Any) -> _Slot | None:
         """Return the slot with a recorded graph, or None if the step cannot be captured."""
-        static, last, rng_state, began = tree_map(batch, self._static_copy), _Last(), rng.state(), time.perf_counter()
+        static = tree_map(batch, lambda x: torch.empty_like(x, device=self.device).copy_(x) if isinstance(x, Tensor) else x)
+        last, rng_state, began = _Last(), rng.state(), time.perf_counter()
         try:
             with no_gc():
                 slot.values = slot.graph.capture(lambda: self._run(static, last if self.traced else nullcontext()))
@@ -145,9 +142,6 @@ class Capture:
 
     def _to_device(self, batch: Any) -> Any:
         return tree_map(batch, lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x)
-
-    def _static_copy(self, leaf: Any) -> Any:
-        return torch.empty_like(leaf, device=self.device).copy_(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _copy_batch(self, static: Any, batch: Any) -> None:
         """Copy a batch into static memory. Tensors of the host are copied on a separate stream."""

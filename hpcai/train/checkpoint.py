@@ -125,7 +125,13 @@ class Checkpoints:
         step.average.sync_buffers()
         frozen, origins = self._frozen_files(step)
         if self._staging.allocate(step, self.cfg.writers, frozen):
-            self._connect_writers()
+            # Gather the ranks that write. They and the first rank get a process group for threads.
+            staging, everyone = self._staging, self.mesh.peers
+            counts = torch.zeros(everyone.size + 1, dtype=torch.int64)
+            counts[everyone.rank], counts[-1] = bool(staging.boxes), len(staging.host)
+            *has_boxes, staging.bytes = all_reduce_(counts, everyone).tolist()
+            staging.ranks = [rank for rank, has in enumerate(has_boxes) if has or rank == 0]
+            staging.writers = self.mesh.subgroup("checkpoint", staging.ranks) if everyone.rank in staging.ranks else None
         self._staging.copy()
         final = self.directory / f"step-{progress.step:08d}"
         run = {"format": FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
@@ -190,15 +196,6 @@ class Checkpoints:
             self._frozen = step, {n: digests[path] for n, path in origins.items()}, {d: path for path, d in digests.items()}
         return self._frozen[1:]
 
-    def _connect_writers(self) -> None:
-        """Gather the ranks that write, once. They and the first rank get a process group for threads."""
-        staging, everyone = self._staging, self.mesh.peers
-        counts = torch.zeros(everyone.size + 1, dtype=torch.int64)
-        counts[everyone.rank], counts[-1] = bool(staging.boxes), len(staging.host)
-        *has_boxes, staging.bytes = all_reduce_(counts, everyone).tolist()
-        staging.ranks = [rank for rank, has in enumerate(has_boxes) if has or rank == 0]
-        staging.writers = self.mesh.subgroup("checkpoint", staging.ranks) if everyone.rank in staging.ranks else None
-
     def _write(self, final: Path, run: dict[str, Any], number: int) -> str:
         """Write the boxes of this rank, in a thread. Return an error message, or an empty string. The first rank returns an error
         of any rank."""
@@ -233,8 +230,10 @@ class Checkpoints:
         digests = {name: checkpoint_reader.file_digest(partial / name) for name in (INDEX, RUN)}
         _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": digests}, indent=1))
         fsync(partial)
-        for path in {*self._damaged, final}:
-            _rename_damaged(path)
+        for path in {*self._damaged, final}:  # renamed, so that nothing is lost and it is not read
+            if path.exists() or path.is_symlink():
+                names = (path.with_name(f"damaged-{path.name}{f'.{again}' if again else ''}") for again in range(1000))
+                path.rename(next(name for name in names if not name.exists() and not name.is_symlink()))
         self._damaged = []
         partial.rename(final)
         fsync(self.directory)
@@ -398,13 +397,6 @@ def _boxes_of_tensor(name: str, value: Tensor | FlatShard, mesh: Mesh, everyone:
         place, copies = shard_spec(value), replica_axes(value, mesh)
         for offsets, part in place.boxes((0,) * value.ndim, value.shape):
             yield Box(name, place.global_shape, offsets, value[part], copies)
-
-
-def _rename_damaged(path: Path) -> None:
-    """Rename a damaged checkpoint, or anything at the path of a new one, so that nothing is lost and it is not read."""
-    if path.exists() or path.is_symlink():
-        names = (path.with_name(f"damaged-{path.name}{f'.{again}' if again else ''}") for again in range(1000))
-        path.rename(next(name for name in names if not name.exists() and not name.is_symlink()))
 
 
 def _write(path: Path, text: str) -> None:

@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -236,7 +236,12 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         advice = earlier if run.format < FORMAT else "resume the run with the hpcai that wrote it"
         raise CheckpointError(f"{path}: is a checkpoint of format {run.format}, expected {FORMAT}; {advice}")
     reader = CheckpointReader(path, run, _read_json(path / INDEX, Index))
-    for name, part in _stored_boxes(path, reader.index):
+    try:
+        headers = ((name, _read_header(path / name, file, reader.index.block)) for name, file in reader.index.files.items())
+        stored = [box for name, header in headers for box in shard_file.list_tensors(name, header)]
+    except ValueError as problem:
+        raise DamagedError(f"a header cannot be read ({problem})") from problem
+    for name, part in stored:
         width = part.dtype.itemsize
         fits = math.prod(part.sizes) * width == part.end - part.at and part.at % width == 0
         inside = any(s.at <= part.at and part.end <= s.at + s.bytes for s in reader.index.files[part.file].stretches)
@@ -253,15 +258,6 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     if not reader.tensors:
         raise DamagedError(f"{INDEX} names no file of tensors")
     return reader
-
-
-def _stored_boxes(path: Path, index: Index) -> Iterator[tuple[str, StoredBox]]:
-    """Yield the stored boxes of all tensors. Raises DamagedError."""
-    try:
-        for name, file in index.files.items():
-            yield from shard_file.list_tensors(name, _read_header(path / name, file, index.block))
-    except ValueError as problem:
-        raise DamagedError(f"a header cannot be read ({problem})") from problem
 
 
 def _read_header(path: Path, file: File, block: int) -> bytes:

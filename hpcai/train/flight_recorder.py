@@ -111,10 +111,12 @@ class FlightRecorder(logging.Handler):
         now = time.time()
         state = _call_or_error(lambda: self.describe(step))
         state = state if isinstance(state, dict) else {"step": step or 0, "position": state}
-        stacks = _stacks()
+        stacks, fault = _stacks(), {"type": "", "text": reason, "traceback": ""} if reason else None
+        if error is not None:
+            fault = {"type": type(error).__name__, "text": str(error), "traceback": "".join(traceback.format_exception(error))}
         content = {
             "format": 1, "kind": kind, "run": self.run, "rank": self.job.rank, "world": self.job.size, "host": socket.gethostname(),
-            "pid": os.getpid(), "time": now, **state, "where": stacks[0]["where"], "error": _error(error, reason),
+            "pid": os.getpid(), "time": now, **state, "where": stacks[0]["where"], "error": fault,
             "threads": stacks, "log": [self.format(record) for record in list(self._records)],
             "events": [log.to_strict_json({"kind": e.kind, "time": e.time, **e.fields}) for e in list(self._events)],
             "command": sys.argv, "folder": os.getcwd(), "settings": self.settings, "versions": _call_or_error(lambda: {
@@ -240,12 +242,6 @@ def _stacks() -> list[dict[str, Any]]:
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     return [{"thread": names.get(ident, str(ident)), "where": location(frame), "stack": traceback.format_stack(frame)}
             for ident, frame in frames]  # fmt: skip
-
-
-def _error(error: BaseException | None, reason: str) -> dict[str, str] | None:
-    if error is None:
-        return {"type": "", "text": reason, "traceback": ""} if reason else None
-    return {"type": type(error).__name__, "text": str(error), "traceback": "".join(traceback.format_exception(error))}
 
 
 def _call_or_error(function: Callable[[], Any]) -> Any:

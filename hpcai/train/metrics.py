@@ -12,9 +12,9 @@ float64. ::
     return {"spectrum": (power, by_scale)}           # [K]; by_scale(power) -> {"power_0": ..., "power_1": ...}
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,19 +40,17 @@ class MetricSums:
         """Add the values of a batch. Raises ConfigError if sums are no real tensors, or differ in shape from the batch before."""
         for name, value in values.items():
             if has_finish(value):
-                self._add_total(name, *value)
+                sums, finish = value
+                parts = [_upcast(name, part) for part in ([sums] if isinstance(sums, Tensor) else sums)]
+                totals, _ = self._totals.setdefault(name, ([torch.zeros_like(part) for part in parts], finish))
+                _check_specs(name, _specs(totals), _specs(parts))
+                for total, new in zip(totals, parts):
+                    total += new
                 continue
             part, count = value if isinstance(value, tuple) else (value.detach() * samples, samples)
             entry = self._sums.setdefault(name, [0.0, 0.0])
             entry[0] = entry[0] + part.detach().double()  # type: ignore[union-attr]
             entry[1] = entry[1] + (count.detach().double() if isinstance(count, Tensor) else count)
-
-    def _add_total(self, name: str, sums: Tensor | Sequence[Tensor], finish: Finish) -> None:
-        parts = [_upcast(name, part) for part in ([sums] if isinstance(sums, Tensor) else sums)]
-        totals, _ = self._totals.setdefault(name, ([torch.zeros_like(part) for part in parts], finish))
-        _check_specs(name, _specs(totals), _specs(parts))
-        for total, part in zip(totals, parts):
-            total += part
 
     def reduce(self, axis: Axis, device: torch.device, uneven: bool = False) -> dict[str, float]:
         """Return the metrics by name over all ranks of ``axis``, which call it together, and reset the sums. With ``uneven``, a
@@ -61,19 +59,26 @@ class MetricSums:
         local = self.names, {name: _specs(sums) for name, (sums, _) in sorted(self._totals.items())}
         specs = gather_distinct(local if any(local) else None, axis) if uneven else {0: local}
         names = sorted(set().union(*(counted for counted, _ in specs.values())))
-        kinds = _merge_specs({rank: totals for rank, (_, totals) in specs.items()})
+        # By metric: the first rank that has its sums, and their dtypes and shapes, which are the same on all such ranks.
+        kinds: dict[str, tuple[int, _Specs]] = {}
+        for rank, (_, by_name) in specs.items():
+            for name, kind in sorted(by_name.items()):
+                _check_specs(name, kinds.setdefault(name, (rank, kind))[1], kind)
         totals, self._totals = self._totals, {}
         flat = [self._flatten(names, device)]
         for name, (_, kind) in kinds.items():
             flat += totals[name][0] if name in totals else [torch.zeros(shape, dtype=dtype) for dtype, shape in kind]
         counted, *rest = _all_reduce([tensor.to(device) for tensor in flat], axis)
-        results, remaining = [means(names, counted.tolist())], iter(rest)
+        results, remaining = means(names, counted.tolist()), iter(rest)
         sums = {name: [next(remaining) for _ in kind] for name, (_, kind) in kinds.items()}
         # One rank computes a metric and broadcasts it, so that all ranks decide by the same value.
         finished = [_finish(name, totals[name][1], sums[name]) for name, (rank, _) in kinds.items() if rank == axis.rank]
         senders = sorted({rank for rank, _ in kinds.values()})
-        results += chain.from_iterable(broadcast_object(finished, axis, rank) for rank in senders)
-        return _merge_unique(results)
+        for part in chain.from_iterable([broadcast_object(finished, axis, rank) for rank in senders]):
+            if repeated := sorted(results.keys() & part):
+                raise ConfigError(f"{', '.join(repeated)}: returned by more than one metric; give each metric its own names")
+            results |= part
+        return dict(sorted(results.items()))
 
     def all_reduce(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:
         """Return sum and count of each name over all ranks of ``axis``, on the device, and reset the sums.   [2 N]"""
@@ -97,7 +102,7 @@ def means(names: list[str], sums: list[float]) -> dict[str, float]:
     return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan") for i, name in enumerate(names)}
 
 
-def has_finish(value: Any) -> bool:
+def has_finish(value: Any) -> TypeGuard[Total]:
     """Return whether ``value`` is a pair (sums, finish)."""
     return isinstance(value, tuple) and len(value) == 2 and callable(value[1])
 
@@ -119,15 +124,6 @@ def _check_specs(name: str, before: _Specs, now: _Specs) -> None:
         raise ConfigError(f"metric {name!r}: its sums are {actual} in one batch and {was} in another; give the same shapes in all")
 
 
-def _merge_specs(by_rank: Mapping[int, dict[str, _Specs]]) -> dict[str, tuple[int, _Specs]]:
-    """Return, by metric, the first rank that has its sums, and their dtypes and shapes, which are the same on all such ranks."""
-    merged: dict[str, tuple[int, _Specs]] = {}
-    for rank, totals in by_rank.items():
-        for name in sorted(totals):
-            _check_specs(name, merged.setdefault(name, (rank, totals[name]))[1], totals[name])
-    return merged
-
-
 def _all_reduce(tensors: list[Tensor], axis: Axis) -> list[Tensor]:
     """Return sums over the ranks of ``axis``, on the CPU: one collective and one host read for float64, and one for int64."""
     summed = list(tensors)
@@ -147,12 +143,3 @@ def _finish(name: str, finish: Finish, sums: list[Tensor]) -> dict[str, float]:
         return {str(key): float(number) for key, number in scalars.items()}
     except (TypeError, ValueError, RuntimeError) as problem:
         raise ConfigError(f"metric {name!r}: finish returns no number ({problem}); expected one, or some by name") from problem
-
-
-def _merge_unique(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    merged: dict[str, float] = {}
-    for part in parts:
-        if repeated := sorted(merged.keys() & part):
-            raise ConfigError(f"{', '.join(repeated)}: returned by more than one metric; give each metric its own names")
-        merged |= part
-    return dict(sorted(merged.items()))

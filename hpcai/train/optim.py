@@ -68,7 +68,10 @@ class Optimizer:
             names = sorted({part.name for row in flat_params for part in row.views})
             index = {name: i for i, name in enumerate(names)}
             axes = {axis.name: axis for row in flat_params for axis in row.sharded_axes}
-            self._sharded_axes = [(axes[name], self._table_indices(flat_params, axes[name], index)) for name in sorted(axes)]
+            self._sharded_axes: list[tuple[Axis, Tensor]] = []  # and the rows of the parameters that are sharded along each
+            for _, axis in sorted(axes.items()):
+                rows = sorted({index[part.name] for row in flat_params if axis in row.sharded_axes for part in row.views})
+                self._sharded_axes.append((axis, torch.tensor(rows, dtype=torch.int64, device=first.device)))
             for state in self.states:
                 parts, weights = state.flat_param.views, state.weights
                 ranges = [(part.flat_offset, part.length) for part in parts]
@@ -138,12 +141,6 @@ class Optimizer:
                 fused_optimizer.lamb_update_(
                     state.weights, state.direction, state.segments, ratio, lr=self.lr, found_inf=skip, **self._copies(state)
                 )
-
-    @staticmethod
-    def _table_indices(flat_params: list[FlatParameter], axis: Axis, index: dict[str, int]) -> Tensor:
-        """Return the table indices of parameters that are sharded along ``axis``."""
-        indices = sorted({index[part.name] for row in flat_params if axis in row.sharded_axes for part in row.views})
-        return torch.tensor(indices, dtype=torch.int64, device=flat_params[0].weights.device)
 
     def _all_reduce_norms(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
         """Sum norms of each parameter over all ranks that hold shards of it, in one all-reduce for each axis."""

@@ -36,22 +36,18 @@ def load_weights(path: str | Path, cfg: DeepCamConfig | None = None) -> DeepCam:
     with torch.device("meta"):
         names = list(DeepCam(saved_cfg).state_dict())
     if set(state) != set(names):
-        state = _rename_nvidia(state, names, path)
+        # NVIDIA's weights are the same tensors in the same order; those of a batch-norm group occur twice.
+        tensors = [tensor for name, tensor in state.items() if ".run_handle." not in name]
+        if len(tensors) != len(names):
+            missing, unknown = sorted(set(names) - set(state)), sorted(set(state) - set(names))
+            raise CheckpointError(
+                f"{path}: {len(tensors)} tensors, expected {len(names)} in the order of the MLPerf HPC codes; "
+                f"without {', '.join(missing[:3]) or 'nothing'}, and with {', '.join(unknown[:3]) or 'nothing'} unexpected"
+            )
+        state = dict(zip(names, tensors))
         if cfg is None:
             saved_cfg = saved_cfg.model_copy(update={"skip": "before"})
     return weights.load_into(DeepCam(saved_cfg), state, path)
-
-
-def _rename_nvidia(state: Mapping[str, Tensor], names: list[str], path: Path) -> dict[str, Tensor]:
-    """Rename NVIDIA's weights. They are the same tensors in the same order; those of a batch-norm group occur twice."""
-    tensors = [tensor for name, tensor in state.items() if ".run_handle." not in name]
-    if len(tensors) != len(names):
-        missing, unknown = sorted(set(names) - set(state)), sorted(set(state) - set(names))
-        raise CheckpointError(
-            f"{path}: {len(tensors)} tensors, expected {len(names)} in the order of the MLPerf HPC codes; "
-            f"without {', '.join(missing[:3]) or 'nothing'}, and with {', '.join(unknown[:3]) or 'nothing'} unexpected"
-        )
-    return dict(zip(names, tensors))
 
 
 def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:

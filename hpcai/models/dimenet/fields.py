@@ -48,34 +48,26 @@ def read_fields(source: Any, where: str = "atoms", labels: bool = True) -> list[
     if isinstance(source, Sequence) and not isinstance(source, str):
         return [structure for k, item in enumerate(source) for structure in read_fields(item, f"{where}[{k}]", labels)]
     if hasattr(source, "numbers") and hasattr(source, "get_pbc"):
-        return _read_ase(source, where, labels)
+        fixed = np.zeros(len(source))
+        for constraint in source.constraints:
+            if type(constraint).__name__ == "FixAtoms":
+                fixed[constraint.index] = 1
+        values: dict[str, Any] = {"energy": None, "forces": None}
+        if labels and (calc := source.calc) is not None:
+            values = {name: None if calc.calculation_required(source, [name]) else calc.results[name] for name in values}
+        values |= {"numbers": source.numbers, "positions": source.positions, "cell": source.cell.array, "pbc": source.pbc}
+        return _split_structures(values | {"fixed": fixed}, [len(source)], where)
     if getattr(source, "pos", None) is None:
         raise DataError(f"{where}: {type(source).__name__} without pos; expected {_EXPECTED_TYPES}")
-    return _read_pyg(source, where, labels)
-
-
-def _read_ase(ase: Any, where: str, labels: bool) -> list[Fields]:
-    fixed = np.zeros(len(ase))
-    for constraint in ase.constraints:
-        if type(constraint).__name__ == "FixAtoms":
-            fixed[constraint.index] = 1
-    values: dict[str, Any] = {"energy": None, "forces": None}
-    if labels and ase.calc is not None:
-        values = {name: None if ase.calc.calculation_required(ase, [name]) else ase.calc.results[name] for name in values}
-    values |= {"numbers": ase.numbers, "positions": ase.positions, "cell": ase.cell.array, "pbc": ase.pbc, "fixed": fixed}
-    return _split_structures(values, [len(ase)], where)
-
-
-def _read_pyg(data: Any, where: str, labels: bool) -> list[Fields]:
-    values: dict[str, Any] = {}
+    values = {}
     for name, (aliases, _) in NAMES.items():
-        candidates = [getattr(data, alias, None) for alias in aliases]
+        candidates = [getattr(source, alias, None) for alias in aliases]
         values[name] = next((value for value in candidates if value is not None), None)
     if not labels:
         values |= {"energy": None, "forces": None}
     if values["numbers"] is None:
         raise DataError(f"{where}: no atomic_numbers and no z; expected {_EXPECTED_TYPES}")
-    return _split_structures(values, _atom_counts(data, len(values["positions"]), where), where)
+    return _split_structures(values, _atom_counts(source, len(values["positions"]), where), where)
 
 
 def _atom_counts(data: Any, atoms: int, where: str) -> list[int]:

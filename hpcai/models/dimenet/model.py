@@ -180,7 +180,16 @@ class DimeNet(PretrainedMixin):
         references = torch.tensor([cfg.references.get(number, 0.0) for number in range(cfg.elements)], dtype=torch.float64)
         # Not persistent, since it follows from the settings: the keys of a checkpoint are those of the benchmark.
         self.register_buffer("references", references[:, None] if cfg.references else None, persistent=False)
-        _init_weights(self)
+        # Orthogonal matrices of Glorot's variance; the last layer of each output block is zero.
+        for name, layer in self.named_modules():
+            if isinstance(layer, nn.Linear) and not name.startswith("emb."):
+                init = nn.init.orthogonal_(torch.empty(layer.weight.shape))  # new: the weight may be on the meta device
+                with torch.no_grad():
+                    layer.weight.copy_(init * math.sqrt(2.0 / (sum(init.shape) * init.var())))
+                if layer.bias is not None and not name.endswith("lin_up"):
+                    nn.init.zeros_(layer.bias)
+        for output in self.output_blocks:
+            nn.init.zeros_(output.lin.weight)  # type: ignore[union-attr,arg-type]
 
     def forward(self, graph: Graph) -> Prediction:
         if torch.compiler.is_exporting():
@@ -257,16 +266,3 @@ class DimeNet(PretrainedMixin):
             parts = [y[..., n * n : (n + 1) ** 2, None] * r[:, :, n, None] for n in range(cfg.spherical)]
             moments = torch.cat([part.flatten(2) for part in parts], 2).transpose(1, 2)  # [N, S * S * R, K]
             return BasisFunctions(self.rbf(d), spherical, moments, scatter(angular, graph.outgoing, graph.outgoing_slot))
-
-
-def _init_weights(model: nn.Module) -> None:
-    """Initialise with orthogonal matrices of Glorot's variance; the last layer of each output block is zero."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and not name.startswith("emb."):
-            init = nn.init.orthogonal_(torch.empty(layer.weight.shape))  # a new tensor, since the weight may be on the meta device
-            with torch.no_grad():
-                layer.weight.copy_(init * math.sqrt(2.0 / (sum(init.shape) * init.var())))
-            if layer.bias is not None and not name.endswith("lin_up"):
-                nn.init.zeros_(layer.bias)
-    for output in model.output_blocks:  # type: ignore[union-attr]
-        nn.init.zeros_(output.lin.weight)

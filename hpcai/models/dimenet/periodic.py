@@ -49,7 +49,10 @@ def neighbour_list(
     r, box, periodic = np.asarray(positions, np.float64), np.asarray(cell, np.float64), np.asarray(pbc, bool)
     complete = _complete_cell(box, periodic)
     _check_edge_count(r, complete, periodic, cutoff, where)
-    i, j, offset = _search(r, complete, periodic, cutoff)
+    vesin = import_optional("vesin", "neighbour lists need", "opencatalyst")
+    search = vesin.NeighborList(cutoff=cutoff * (1 + 1e-9), full_list=True, n_threads=1)  # possibly with a few just beyond
+    i, j, offset = search.compute(r, complete, periodic, "ijS")
+    i, j, offset = i.astype(np.int64), j.astype(np.int64), offset.astype(np.int32)
     # The cutoff is applied to the lengths of these vectors, so that rounding decides about a pair at the cutoff as in ASE.
     vector = r[j] - r[i] + offset @ np.where(periodic[:, None], box, 0.0)
     distance = np.sqrt((vector * vector).sum(1))
@@ -131,14 +134,6 @@ def _complete_cell(cell: Floats, periodic: Bools) -> Floats:
     if len(free) and np.linalg.det(complete) < 0:
         complete[free[0]] *= -1
     return complete
-
-
-def _search(r: Floats, box: Floats, periodic: Bools, cutoff: float) -> tuple[Ints, Ints, NDArray[np.int32]]:
-    """Return i [E], j [E] and S [E, 3] of all pairs within the cutoff, and possibly a few just beyond, in any order."""
-    vesin = import_optional("vesin", "neighbour lists need", "opencatalyst")
-    search = vesin.NeighborList(cutoff=cutoff * (1 + 1e-9), full_list=True, n_threads=1)
-    i, j, offset = search.compute(r, box, periodic, "ijS")
-    return i.astype(np.int64), j.astype(np.int64), offset.astype(np.int32)
 
 
 def _encode_offsets(offset: NDArray[np.int32]) -> Ints:

@@ -65,9 +65,16 @@ class Tokenizer:
         self.identity = _identity(content)
         self._added: dict[int, dict[str, Any]] = {int(token["id"]): token for token in content.get("added_tokens") or ()}
         self._backends: dict[bool, Any] = {}
-        _check_ids(content["model"]["vocab"], self._added, self.where)
+        vocabulary = content["model"]["vocab"]
+        ids = [*(vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))), *self._added]
+        if not ids:
+            raise DataError(f"{self.where}: has no tokens; fetch it again")
+        if min(ids) < 0 or max(ids) >= min(2 * len(ids) + _MAX_UNUSED, 1 << 32):
+            actual = f"ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens"
+            raise DataError(f"{self.where}: {actual}, expected them from 0 on with few gaps, below 2^32; fetch it again")
         self.is_bytes = self.identity == _BYTES_IDENTITY
-        vocabulary = content["model"]["vocab"] if self.is_bytes else self._backend().get_vocab(with_added_tokens=True)
+        if not self.is_bytes:
+            vocabulary = self._backend().get_vocab(with_added_tokens=True)
         for number, token in self._added.items():
             if not self.is_bytes and (actual := vocabulary.get(token["content"])) != number:
                 text = f"the added token {token['content']!r} has id {number:,}, the vocabulary makes it {actual}"
@@ -76,7 +83,13 @@ class Tokenizer:
         self.size = max(self._ids.values()) + 1
         self.special = {number for number, token in self._added.items() if token.get("special")}
         self.bos, self.eos, self.pad = (self._special_id(f"{name}_token") for name in ("bos", "eos", "pad"))
-        self.prefix, self.suffix = ([], []) if self.is_bytes else self._prefix_suffix()
+        self.prefix, self.suffix = list[int](), list[int]()  # the ids that the file adds before and after a text
+        if not self.is_bytes:
+            encoding = _call_library(lambda: self._backend().encode("a", add_special_tokens=True), self.where)
+            mask = [*encoding.special_tokens_mask, 1]
+            first = mask.index(0) if 0 in mask else 0
+            last = len(mask) - 1 - mask[::-1].index(0) if 0 in mask else len(mask) - 2
+            self.prefix, self.suffix = list(encoding.ids[:first]), list(encoding.ids[last + 1 :])
         decoder = content.get("decoder") or {}
         steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
         self._is_byte_level = [step.get("type") for step in steps] == ["ByteLevel"]
@@ -296,14 +309,6 @@ class Tokenizer:
             self._backends[special] = backend
         return self._backends[special]
 
-    def _prefix_suffix(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the file adds before and after a text."""
-        encoding = _call_library(lambda: self._backend().encode("a", add_special_tokens=True), self.where)
-        mask = [*encoding.special_tokens_mask, 1]
-        first = mask.index(0) if 0 in mask else 0
-        last = len(mask) - 1 - mask[::-1].index(0) if 0 in mask else len(mask) - 2
-        return list(encoding.ids[:first]), list(encoding.ids[last + 1 :])
-
     def _special_id(self, key: str) -> int | None:
         token = _token_text(self.config.get(key))
         if token is not None and token not in self._ids:
@@ -405,15 +410,6 @@ def _drop_unset(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _drop_unset(item) for key, item in value.items() if item is not None and item is not False and item != ""}
     return [_drop_unset(item) for item in value] if isinstance(value, list) else value
-
-
-def _check_ids(vocabulary: Mapping[str, int] | Sequence[Any], added: Iterable[int], where: str) -> None:
-    ids = [*(vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))), *added]
-    if not ids:
-        raise DataError(f"{where}: has no tokens; fetch it again")
-    if min(ids) < 0 or max(ids) >= min(2 * len(ids) + _MAX_UNUSED, 1 << 32):
-        actual = f"ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens"
-        raise DataError(f"{where}: {actual}, expected them from 0 on with few gaps, below 2^32; fetch it again")
 
 
 def _token_text(value: Any) -> str | None:

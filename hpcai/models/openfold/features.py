@@ -60,7 +60,15 @@ def featurize(
     size, clamped = cfg.crop or len(aatype), generator.random() < cfg.clamped
     start = int(generator.integers(0, max(len(aatype) - size, 0), endpoint=True)) if training else 0
     crop = slice(start, start + size)
-    shared = _sequence_features(aatype, crop, size)
+    features: dict[str, Array] = {
+        "aatype": aatype,
+        "residue_index": np.arange(len(aatype)),
+        "seq_mask": np.ones(len(aatype), np.float32),
+        "target_feat": sampling.target_feat(aatype),
+        **make_atom14_masks(aatype),
+    }
+    shared: dict[str, Any] = {name: pad_or_crop(array[crop], size) for name, array in features.items()}
+    shared["seq_length"] = np.int64(min(len(aatype), size))
     if not isinstance(chain, str):
         targets = compute_targets(aatype, chain.positions, chain.mask, where)
         targets |= {"all_atom_positions": np.where(chain.mask[..., None] > 0, chain.positions, 0), "all_atom_mask": chain.mask}
@@ -109,19 +117,6 @@ def pad_or_crop(array: Array, *sizes: int) -> Array:
     overlap = tuple(slice(min(pair)) for pair in zip(shape, array.shape))
     out[overlap] = array[overlap]
     return out
-
-
-def _sequence_features(aatype: Array, crop: slice, size: int) -> dict[str, Any]:
-    """Return the features of a sequence."""
-    length = len(aatype)
-    features = {
-        "aatype": aatype,
-        "residue_index": np.arange(length),
-        "seq_mask": np.ones(length, np.float32),
-        "target_feat": sampling.target_feat(aatype),
-        **make_atom14_masks(aatype),
-    }
-    return {name: pad_or_crop(array[crop], size) for name, array in features.items()} | {"seq_length": np.int64(min(length, size))}
 
 
 # ---- the alignment

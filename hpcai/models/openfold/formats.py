@@ -54,17 +54,14 @@ def parse_features(raw: Mapping[str, Any], name: str = "features") -> FeaturizeA
     if templates is not None:
         templates["template_aatype"] = _reorder_letters(templates["template_aatype"].argmax(-1), f"{name}: template_aatype")
     alignment = Alignment(msa.astype(np.int8), arrays["deletion_matrix_int"].astype(np.int32), [])
-    return FeaturizeArgs(_chain(raw, arrays, aatype, name), alignment, templates)
-
-
-def _chain(raw: Mapping[str, Any], arrays: Mapping[str, Array], aatype: Array, name: str) -> Chain | str:
     sequence = "".join((RESTYPES + "X")[kind] for kind in aatype)
     if "all_atom_positions" not in arrays:
-        return sequence
+        return FeaturizeArgs(sequence, alignment, templates)
     domain_name = np.asarray(raw.get("domain_name", name)).reshape(-1)[0]
     mask, resolution = arrays["all_atom_mask"], float(arrays.get("resolution", np.zeros(1))[0])
     text = domain_name.decode() if isinstance(domain_name, bytes) else str(domain_name)
-    return Chain(text, sequence, aatype, arrays["all_atom_positions"], mask, np.zeros_like(mask), resolution or None, None, "")
+    chain = Chain(text, sequence, aatype, arrays["all_atom_positions"], mask, np.zeros_like(mask), resolution or None, None, "")
+    return FeaturizeArgs(chain, alignment, templates)
 
 
 def _reorder_letters(letters: Array, where: str) -> Array:

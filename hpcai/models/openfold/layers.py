@@ -51,10 +51,9 @@ class Transition(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         row_bytes = self.linear_1.out_features * x.element_size()
-        return map_chunks(lambda chunk: self._apply_to_rows(rows[chunk]), len(rows), x, row_bytes, _CPU, 0).view(x.shape)
-
-    def _apply_to_rows(self, x: Tensor) -> Tensor:
-        return self.linear_2(self.linear_1(self.layer_norm(x)).relu())  # in place would copy: linear returns a view
+        return map_chunks(  # a ReLU in place would copy: linear returns a view
+            lambda chunk: self.linear_2(self.linear_1(self.layer_norm(rows[chunk])).relu()), len(rows), x, row_bytes, _CPU, 0
+        ).view(x.shape)
 
 
 class Dropout(nn.Module):

@@ -116,7 +116,9 @@ class OpenFold(PretrainedMixin):
         msa_first_row = self.gather_rows(m[:, 0], aatype.shape[1])
         s = self.to_single(msa_first_row)
         atoms = self.structure_module(s, z, aatype, seq_mask)
-        return msa_first_row, m, z, s, atoms, self._atom37_positions(atoms.positions[-1], features)
+        index = features["residx_atom37_to_atom14"][..., None].expand(-1, -1, -1, 3)
+        exists = features["atom37_atom_exists"][..., None]
+        return msa_first_row, m, z, s, atoms, atoms.positions[-1].gather(2, index) * exists.to(atoms.positions.dtype)
 
     def _recycled_inputs(self, previous: Recycled | None, aatype: Tensor, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of the recycling embedder: in the first pass zeros, which its layer norms map to their biases."""
@@ -126,8 +128,3 @@ class OpenFold(PretrainedMixin):
         positions = previous.positions
         pseudo_beta = torch.where((aatype == _GLYCINE)[..., None], positions[:, :, _CA], positions[:, :, _CB])
         return previous.msa_first_row.to(m.dtype), previous.pair.to(z.dtype), pseudo_beta
-
-    def _atom37_positions(self, positions: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """Gather atom37 positions from atom14 positions.   [B, R, 14, 3] -> [B, R, 37, 3]"""
-        index = features["residx_atom37_to_atom14"][..., None].expand(-1, -1, -1, 3)
-        return positions.gather(2, index) * features["atom37_atom_exists"][..., None].to(positions.dtype)

@@ -184,12 +184,10 @@ class StructureModule(nn.Module):
             backbone = Frames(quat_to_rot(quaternion), translation * _ANGSTROM)
             groups = torsion_angles_to_frames(backbone, angles, self.group_frame[aatype].to(wide))
             backbone_7 = torch.cat([quaternion, backbone.translation], -1)
-            return StructureOutput(backbone_7, *groups, raw, angles, self._atom14_positions(groups, aatype), states)
-
-    def _atom14_positions(self, groups: Frames, aatype: Tensor) -> Tensor:
-        """Return the positions of atoms by their rigid groups, 0 for atoms that a residue lacks.   [L, B, R, 14, 3]"""
-        group = self.atom_group[aatype].expand(len(groups.rotation), -1, -1, -1)  # [L, B, R, 14]
-        rotation = groups.rotation.gather(3, group[..., None, None].expand(-1, -1, -1, -1, 3, 3))
-        translation = groups.translation.gather(3, group[..., None].expand(-1, -1, -1, -1, 3))
-        positions = Frames(rotation, translation).apply(self.atom_position[aatype].to(rotation.dtype))
-        return positions * self.atom_exists[aatype][..., None].to(positions.dtype)
+            # The positions of atoms by their rigid groups, 0 for atoms that a residue lacks.   [L, B, R, 14, 3]
+            group = self.atom_group[aatype].expand(len(groups.rotation), -1, -1, -1)  # [L, B, R, 14]
+            rotation = groups.rotation.gather(3, group[..., None, None].expand(-1, -1, -1, -1, 3, 3))
+            translation = groups.translation.gather(3, group[..., None].expand(-1, -1, -1, -1, 3))
+            positions = Frames(rotation, translation).apply(self.atom_position[aatype].to(rotation.dtype))
+            positions = positions * self.atom_exists[aatype][..., None].to(positions.dtype)
+            return StructureOutput(backbone_7, *groups, raw, angles, positions, states)

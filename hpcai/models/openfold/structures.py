@@ -29,6 +29,8 @@ RESTYPE_ORDER = {letter: number for number, letter in enumerate(RESTYPES)}
 RESTYPE_3TO1 = dict(zip(RESNAMES, RESTYPES))
 # The first of these that is a number is used; NMR has none.
 _RESOLUTION_TAGS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+_CATEGORIES = ("_atom_site.", "_entity_poly_seq.", "_entity_poly.", "_struct_asym.", "_chem_comp.", "_exptl.",
+               "_pdbx_audit_revision_history.", *(tag.split(".")[0] + "." for tag in _RESOLUTION_TAGS))  # fmt: skip
 _SITE_TAGS = ("label_asym_id", "auth_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z")
 PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # limits of the format's columns; angstrom
 MAX_SKIPPED = 9999                                        # residues of a chain that only numbers tell
@@ -123,7 +125,8 @@ def read_structure(path: Path, chain: str | None = None) -> Entry:
     path, notes = Path(path), list[str]()
     try:
         blocks, data = read_blocks(path)
-        tables = _read_categories(blocks[0] if blocks else _gemmi().cif.Block("PDB"))
+        block = blocks[0] if blocks else _gemmi().cif.Block("PDB")
+        tables = {name: block.get_mmcif_category(name) for name in _CATEGORIES}  # missing values are None or False
         site = tables["_atom_site."]
         has_chains = tables["_struct_asym."] or "label_entity_id" in site
         if not (tables["_entity_poly_seq."] and has_chains and {*_SITE_TAGS} <= {*site}):
@@ -232,13 +235,6 @@ def _pdb_metadata(structure: Any, data: bytes, path: Path) -> dict[str, dict[str
     }  # fmt: skip
 
 
-def _read_categories(block: Any) -> dict[str, dict[str, list[Any]]]:
-    """Return the required categories; missing values are None or False."""
-    categories = ("_atom_site.", "_entity_poly_seq.", "_entity_poly.", "_struct_asym.", "_chem_comp.", "_exptl.",
-              "_pdbx_audit_revision_history.", *(tag.split(".")[0] + "." for tag in _RESOLUTION_TAGS))  # fmt: skip
-    return {name: block.get_mmcif_category(name) for name in categories}
-
-
 def _columns(table: dict[str, list[Any]], category: str, tags: Iterable[str], path: Path) -> list[list[Any]]:
     missing = [tag for tag in tags if tag not in table]
     if missing:
@@ -339,7 +335,12 @@ def _build_chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows:
             raise DataError(f"{path}: {text}, expected three numbers; {_ADVICE}")
         positions[index], mask[index] = coordinates, 1
         bfactors[index] = np.nan_to_num([as_number(bfactor[row]) if bfactor[row] else 0.0 for row in taken], posinf=0.0, neginf=0.0)
-    _swap_arginine_atoms([index for seq, index in order.items() if polymer.residues[seq][0] == "ARG"], positions, mask, bfactors)
+    cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
+    for row in (index for seq, index in order.items() if polymer.residues[seq][0] == "ARG"):  # NH1 is the one nearer to CD
+        to_nh1, to_nh2 = (np.linalg.norm(positions[row, nh] - positions[row, cd]) for nh in (nh1, nh2))
+        if mask[row, [cd, nh1, nh2]].all() and to_nh1 > to_nh2:
+            for array in (positions, mask, bfactors):
+                array[row, [nh1, nh2]] = array[row, [nh2, nh1]]
     aatype = np.array([RESTYPE_ORDER.get(letter, UNKNOWN) for letter in sequence], np.int64)
     return Chain(name, sequence, aatype, positions, mask, bfactors, *metadata)
 
@@ -355,17 +356,6 @@ def _sequence(polymer: _Polymer) -> str:
         letter = RESTYPE_3TO1.get(names[0]) or (letter_from_pdb if letter_from_pdb in RESTYPE_ORDER else tabulated_letter)
         letters.append(letter if letter in RESTYPE_ORDER else "X")
     return "".join(letters)
-
-
-def _swap_arginine_atoms(arginines: list[int], *arrays: NDArray[np.float32]) -> None:
-    """Swap NH1 and NH2 if NH2 is nearer to CD."""
-    positions, mask, _ = arrays
-    cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
-    for index in arginines:
-        nh1_distance, nh2_distance = (np.linalg.norm(positions[index, nh] - positions[index, cd]) for nh in (nh1, nh2))
-        if mask[index, [cd, nh1, nh2]].all() and nh1_distance > nh2_distance:
-            for array in arrays:
-                array[index, [nh1, nh2]] = array[index, [nh2, nh1]]
 
 
 def _parse_int(value: Any, tag: str, path: Path) -> int:

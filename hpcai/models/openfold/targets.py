@@ -139,10 +139,17 @@ def compute_targets(aatype: Any, positions: Any, mask: Any, where: str = "struct
     Raises DataError, with ``where``, for invalid arrays.
     """
     aatype, positions, mask = _check(aatype, positions, mask, where, UNKNOWN)
-    targets = make_atom14_masks(aatype, where) | _name_atoms(aatype, positions, mask) | _group_frames(aatype, positions, mask)
+    index, swap = residues.ATOM14_TO_37[aatype], residues.ATOM14_SWAP[aatype]
+    exists = residues.ATOM14_EXISTS[aatype] * np.take_along_axis(mask, index, -1)
+    atom14_positions = np.take_along_axis(positions, index[..., None], -2) * exists[..., None]
     sin_cos, alternative, torsion_mask = _torsion_angles(aatype, positions, mask)
     beta, beta_mask = _pseudo_beta(aatype, positions, mask)
-    return targets | {
+    return make_atom14_masks(aatype, where) | _group_frames(aatype, positions, mask) | {
+        "atom14_gt_exists": exists,
+        "atom14_gt_positions": atom14_positions,
+        "atom14_alt_gt_exists": np.take_along_axis(exists, swap, -1),
+        "atom14_alt_gt_positions": np.take_along_axis(atom14_positions, swap[..., None], -2),
+        "atom14_atom_is_ambiguous": residues.ATOM14_AMBIGUOUS[aatype],
         "torsion_angles_sin_cos": sin_cos,
         "alt_torsion_angles_sin_cos": alternative,
         "torsion_angles_mask": torsion_mask,
@@ -150,20 +157,6 @@ def compute_targets(aatype: Any, positions: Any, mask: Any, where: str = "struct
         "chi_mask": torsion_mask[..., 3:],
         "pseudo_beta": beta,
         "pseudo_beta_mask": beta_mask,
-    }
-
-
-def _name_atoms(aatype: Array, positions: Array, mask: Array) -> dict[str, Array]:
-    """Return the atoms in atom14 form, under both namings."""
-    index, swap = residues.ATOM14_TO_37[aatype], residues.ATOM14_SWAP[aatype]
-    exists = residues.ATOM14_EXISTS[aatype] * np.take_along_axis(mask, index, -1)
-    atom14_positions = np.take_along_axis(positions, index[..., None], -2) * exists[..., None]
-    return {
-        "atom14_gt_exists": exists,
-        "atom14_gt_positions": atom14_positions,
-        "atom14_alt_gt_exists": np.take_along_axis(exists, swap, -1),
-        "atom14_alt_gt_positions": np.take_along_axis(atom14_positions, swap[..., None], -2),
-        "atom14_atom_is_ambiguous": residues.ATOM14_AMBIGUOUS[aatype],
     }
 
 

@@ -248,7 +248,11 @@ def read_templates(
     target. Raises DataError for a file or folder that cannot be read and hits of another sequence; a structure that cannot be read
     is only a reason.
     """
-    files, chains = _index_files(Path(structures)), dict[str, Chain]()
+    folder, chains = Path(structures), dict[str, Chain]()
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; expected one of mmCIF and PDB files")
+    # By entry; the first, if two have one name.
+    files = {str(entry_name(path)).lower(): path for path in reversed(list_structures(folder))}
 
     def chain_info(name: str) -> Chain | None:
         stem, _, chain = name.rpartition("_")
@@ -263,10 +267,3 @@ def read_templates(
     matches, reasons = select_hits(hits, sequence, chain_info, entry=entry, before=before, most=most, reject=reject)
     residue_maps = np.array([hit.residue_map for hit in matches], np.int16).reshape(len(matches), len(sequence))
     return template_features([chains[hit.name] for hit in matches], residue_maps, [hit.sum_probs for hit in matches]), reasons
-
-
-def _index_files(folder: Path) -> dict[str, Path]:
-    """Return the files by entry; the first, if two have one name."""
-    if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; expected one of mmCIF and PDB files")
-    return {str(entry_name(path)).lower(): path for path in reversed(list_structures(folder))}

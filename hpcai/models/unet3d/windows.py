@@ -80,17 +80,12 @@ def sliding_window_inference(
     sums = group.all_reduce(sums)
     weight_sum = torch.ones((), dtype=dtype, device=image.device)
     for p, w, n in zip(plans, window, padded.shape[2:]):  # the weights factorise over the dims, and so does their sum
-        weight_sum = weight_sum[..., None] * _weight_sum(p.starts, w, n).to(image.device, dtype)
+        dim_weights, dim_sum = gaussian_weights((w,)), torch.zeros(n, dtype=torch.float64)
+        for start in p.starts:
+            dim_sum[start : start + w] += dim_weights
+        weight_sum = weight_sum[..., None] * dim_sum.to(image.device, dtype)
     inner: Any = (..., *(slice(p.before, n - p.after) for p, n in zip(plans, padded.shape[2:])))
     return sums[inner] / weight_sum[inner], crops
-
-
-def _weight_sum(starts: range, window: int, size: int) -> Tensor:
-    """Return the sum of the weights of all windows along one dim.   [size] float64"""
-    weights, total = gaussian_weights((window,)), torch.zeros(size, dtype=torch.float64)
-    for start in starts:
-        total[start : start + window] += weights
-    return total
 
 
 class WindowGroup(nn.Module):
