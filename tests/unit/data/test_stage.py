@@ -124,15 +124,6 @@ def test_all_files_are_copied_and_a_second_run_reads_nothing(source: Path, targe
     assert {p: p.stat().st_ino for p in inodes} == inodes
 
 
-@settings(max_examples=20)
-@given(st.lists(st.integers(-2, 2), min_size=1, max_size=5), st.sampled_from([4096, BLOCK]))
-def test_sizes_around_multiples_of_a_block(tmp_path_factory: pytest.TempPathFactory, offsets: list[int], block: int) -> None:
-    folder = tmp_path_factory.mktemp("sizes")
-    write_files(folder / "source", {f"{i}.npy": max(0, i * 4096 + offset) for i, offset in enumerate(offsets)}, ())
-    stage(folder / "source", folder / "target", block=block)
-    assert read_tree(folder / "target") == read_tree(folder / "source")
-
-
 def test_links_are_followed(source: Path, target: Path, tmp_path: Path) -> None:
     outside = write_files(tmp_path / "outside", {"x.h5": 5000, "folder/y.h5": 6000}, ())
     (source / "inside.h5").symlink_to("train/a.h5")
