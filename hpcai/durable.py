@@ -21,14 +21,6 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def reserve(descriptor: int, size: int) -> None:
-    """Set the size of an empty file. Raises OSError if the disk is too full, where the system can tell."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:
-        os.ftruncate(descriptor, size)
-
-
 def lock_directory(folder: Path, remedy: str = "choose another report.directory") -> IO[str]:
     """Lock a directory until ``unlock_directory`` is called with the returned file, or the process ends.
 

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcai.data.direct import O_DIRECT, Reader, align_up
+from hpcai.data.direct import Reader, align_up
 from hpcai.data.stage.exchange import Exchange
 from hpcai.data.stage.plan import SourceFile
-from hpcai.durable import reserve
 from hpcai.errors import DataError
 
 _MAX_READS, _MAX_DRAINING = 2, 4  # blocks of a rank that are prefetched, and that are being broadcast or written
@@ -204,13 +203,13 @@ class RingCopy:
         self._partial = self._ring.target / f".stage.{hashlib.sha256(os.fsencode(path)).hexdigest()}.partial"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
-            self._descriptor = os.open(self._partial, flags | O_DIRECT, 0o666)
+            self._descriptor = os.open(self._partial, flags | os.O_DIRECT, 0o666)
         except OSError as error:
             if error.errno not in (EINVAL, EOPNOTSUPP):
                 raise
             self._descriptor = os.open(self._partial, flags, 0o666)  # a file system without O_DIRECT
         if size:
-            reserve(self._descriptor, size)  # a full disk raises now, not after hours
+            os.posix_fallocate(self._descriptor, 0, size)  # a full disk raises now, not after hours
 
     def _finish(self, file: SourceFile, path: Path, digest: str) -> None:
         """Verify the file, flush it to the disk, and set its time and name."""
