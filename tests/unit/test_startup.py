@@ -30,7 +30,7 @@ def test_parts_are_consecutive_and_add_up() -> None:
     assert sum(parts.values()) == pytest.approx(elapsed, abs=2e-3)
     assert parts["imports"] == pytest.approx(2, abs=5e-3) and parts["compile"] == 0.02
     for name, least in (("network", 0.03), ("checkpoint", 0.01), ("first step", 0.01)):
-        assert least <= parts[name] < least + 0.02  # type: ignore[index]
+        assert least <= parts[name] < least + 0.02
     assert startup.combine_ranks([parts]) == {**dict.fromkeys(startup.combine_ranks([{}]), 0.0), **parts}, "no part is lost"
 
 

@@ -81,7 +81,7 @@ class RunRecord:
 
     @property
     def finding(self) -> Finding:
-        """What was learnt: by the app's picture, or by the run's metric, or by the loss."""
+        """The words on what was learnt: of the app's picture, or on the run's metric, or on the loss."""
         kind, name = ("evaluate", str(self.metric)) if self.metric in self.names("evaluate") else ("train", "loss")
         finite = [pair for pair in zip(*self.series(kind, name)) if math.isfinite(pair[1])]
         if self.found is not None or not finite:

@@ -1,4 +1,4 @@
-"""Where the time of a step went: a bar of its parts for each run."""
+"""A bar of the parts of a step for each run, to see where its time went."""
 
 from collections.abc import Mapping
 from html import escape
