@@ -193,8 +193,8 @@ class _Training:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
             left = (self.data.samples - self.progress.sample) / self.data.batch_size
             more = self.steps - self.progress.step > left  # whether another epoch follows
-            batches = self.data.epoch(self.progress.epoch, self.progress.sample, self.progress.late, more)
-            for batch in self.clock.wait_for(batches):
+            at = self.progress.epoch, self.progress.sample, self.progress.late
+            for batch in self.clock.wait_for(self.data.epoch(*at, more)):  # no other reference: a break closes the epoch
                 if self._report_is_near() or not self.clock.device_seconds:
                     self.clock.measure_next_step()
                 values = self.step(batch, self.lr_at(self.progress.step))
