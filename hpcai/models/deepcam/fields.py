@@ -50,7 +50,17 @@ def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[s
     columns = []
     for array, name, model_unit in zip(arrays, cfg.variables, cfg.units):
         unit = (units or {}).get(name) or getattr(fields[name], "attrs", {}).get("units", model_unit)
-        columns.append(_convert_units(name, array, unit, model_unit))
+        if array.dtype.kind not in "biuf":
+            raise DataError(f"{name} is of dtype {array.dtype}; expected real numbers")
+        known_unit = _SPELLINGS.get(unit, unit)
+        if known_unit != model_unit and model_unit:
+            if (known_unit, model_unit) not in _CONVERSIONS:
+                known = [a for a, b in _CONVERSIONS if b == model_unit]
+                text = f"{name} is in {unit!r}; expected {model_unit}"
+                raise DataError(text + (f", or one of {', '.join(known)}" if known else ""))
+            offset, factor = _CONVERSIONS[known_unit, model_unit]
+            array = (array.astype(np.float64) + offset) * factor
+        columns.append(array.astype(np.float32))
     for name, column in zip(cfg.variables, columns):
         if column.ndim not in (2, 3) or 0 in column.shape or column.shape != columns[0].shape:
             raise DataError(
@@ -61,19 +71,6 @@ def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[s
         _check_range(name, column, cfg, i, arrays[i])
     stack = np.stack(columns, -1)
     return stack[None] if stack.ndim == 3 else stack
-
-
-def _convert_units(name: str, values: NDArray[Any], unit: str, model_unit: str) -> NDArray[np.float32]:
-    if values.dtype.kind not in "biuf":
-        raise DataError(f"{name} is of dtype {values.dtype}; expected real numbers")
-    known_unit = _SPELLINGS.get(unit, unit)
-    if known_unit == model_unit or not model_unit:
-        return values.astype(np.float32)
-    if (known_unit, model_unit) not in _CONVERSIONS:
-        units = [a for a, b in _CONVERSIONS if b == model_unit]
-        raise DataError(f"{name} is in {unit!r}; expected {model_unit}" + (f", or one of {', '.join(units)}" if units else ""))
-    offset, factor = _CONVERSIONS[known_unit, model_unit]
-    return ((values.astype(np.float64) + offset) * factor).astype(np.float32)
 
 
 def _check_range(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: int, raw: NDArray[Any]) -> None:
