@@ -291,25 +291,20 @@ def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, 
     for goal in benchmark.goals:
         metadata = location | {"metric": goal.label, "saved_ms": round(saved * 1000)}
         updated.append(record | {"value": values[goal.metric], "metadata": metadata})
-    new = path.with_name(f".partial.{path.name}")
-    new.write_text("".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*updated, _run_stop(updated, last, benchmark)]))
-    new.replace(path)
-    return all(goal.is_reached(values[goal.metric]) for goal in benchmark.goals)
-
-
-def _run_stop(lines: list[dict[str, Any]], last: dict[str, Any], benchmark: Benchmark) -> dict[str, Any]:
-    """Return ``run_stop`` with the first checkpoint that reaches all goals; ``last`` is the previous one."""
     goals = {goal.label: goal for goal in benchmark.goals}
     reached_lines: dict[int, list[dict[str, Any]]] = {}
-    for line in lines:
+    for line in updated:
         if line["key"] == benchmark.metric_key and goals[line["metadata"]["metric"]].is_reached(line["value"]):
             reached_lines.setdefault(line["metadata"].get("step_num"), []).append(line)
-    first = min((step for step, reached in reached_lines.items() if len(reached) == len(goals)), default=None)
-    if first is None:
-        return last | {"metadata": last["metadata"] | {"status": "aborted"}}
-    metadata = reached_lines[first][0]["metadata"]
-    where = {name: metadata[name] for name in ("epoch_num", "step_num", "samples_count")}
-    return last | {"time_ms": metadata["saved_ms"], "metadata": {"status": "success", **where}}
+    stop = last | {"metadata": last["metadata"] | {"status": "aborted"}}
+    if reached_steps := [number for number, reached in reached_lines.items() if len(reached) == len(goals)]:
+        metadata = reached_lines[min(reached_steps)][0]["metadata"]
+        where = {name: metadata[name] for name in location}
+        stop = last | {"time_ms": metadata["saved_ms"], "metadata": {"status": "success", **where}}
+    new = path.with_name(f".partial.{path.name}")
+    new.write_text("".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*updated, stop]))
+    new.replace(path)
+    return all(goal.is_reached(values[goal.metric]) for goal in benchmark.goals)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

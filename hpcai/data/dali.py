@@ -169,7 +169,10 @@ class _Pipeline:
                 raise DataError(f"{self._name}, batch of samples {names}: {problem}") from problem
             context = f", in or after the batch of samples {names}" if names else ""  # DALI runs ahead
             traceback.clear_frames(problem.__traceback__)  # they reference DALI's threads
-            raise DataError(f"{self._name}{context}: DALI stops: {_dali_message(problem)}") from problem
+            # The message of DALI, without the traceback of the operator's definition.
+            text = str(problem).rpartition("encountered:")[2].partition("Current pipeline object")[0].partition("C++ context")[0]
+            reason = " ".join(text.split()) or type(problem).__name__
+            raise DataError(f"{self._name}{context}: DALI stops: {reason}") from problem
 
     def close(self) -> None:
         """Stop the threads of DALI, then release its input arrays."""
@@ -189,12 +192,6 @@ def _import_dali() -> Any:
         raise MissingExtraError(
             f"NVIDIA DALI cannot be imported ({problem}): pip install 'hpcai-suite[dali]', or read without it: data.reader=direct"
         ) from problem
-
-
-def _dali_message(problem: Exception) -> str:
-    """Return the message of DALI, without the traceback of the operator's definition."""
-    text = str(problem).rpartition("encountered:")[2].partition("Current pipeline object")[0].partition("C++ context")[0]
-    return " ".join(text.split()) or type(problem).__name__
 
 
 # ---- loader

@@ -241,14 +241,38 @@ class Rows:
         return file
 
     def _file_info(self, path: Path) -> _FileInfo:
-        if path not in self._info:
-            number, table, names = self._numbers[path], self.catalog.table, (*self.fields, *self._ragged.values())
-            if table is not None and all(self._in_table(name, number) for name in names):
-                self._info[path] = self._from_table(path, table)
-            else:
-                with self._lock, self._open(path) as file, parse_errors(path, f"it is damaged{self.remedy}"):
-                    self._info[path] = self._inspect(path, file)
-        return self._info[path]
+        if path in self._info:
+            return self._info[path]
+        number, table, counts = self._numbers[path], self.catalog.table, set(self._ragged.values())
+        layouts: dict[str, Layout] = {}
+        small: dict[str, np.ndarray] = {}
+        ends: dict[str, np.ndarray] = {}
+        if table is not None and all(self._in_table(name, number) for name in (*self.fields, *counts)):
+            local_path = self.local.get(path, path)
+            self._check_head(path, int(table.head[number]))
+            layouts = {name: self._table_fields[name].layout(number, local_path) for name in self.fields}
+            small = {name: self._small_values(path, table, each) for name, each in layouts.items() if self._is_small(name, each)}
+            for name in counts:
+                values = self._small_values(path, table, self._table_fields[name].layout(number, local_path))
+                ends[name] = np.cumsum(values, dtype=np.int64)
+        else:
+            with self._lock, self._open(path) as file, parse_errors(path, f"it is damaged{self.remedy}"):
+                for name in self.fields:
+                    data = file[name]
+                    if self._is_small(name, data):
+                        self._check_plausible(path, name, data.nbytes)
+                        try:
+                            small[name] = data[...]
+                        except Exception as problem:
+                            raise DataError(f"{path}: dataset '{name}' cannot be read ({problem}){self.remedy}") from problem
+                    by_h5py = self.reader_kind == "hdf5" or name in small
+                    layouts[name] = Layout(path, name, data.shape, data.dtype, None) if by_h5py else self._layout(file, name)
+                ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in counts}
+        for name, count in self._ragged.items():
+            if (total := int(ends[count][-1]) if len(ends[count]) else 0) != layouts[name].shape[0]:
+                text = f"dataset '{name}' holds {layouts[name].shape[0]:,} {count}, its rows should have {total:,}"
+                raise DataError(f"{path}: {text}{self.remedy}")
+        return self._info.setdefault(path, _FileInfo(layouts, small, ends))
 
     # ---- from the table
 
@@ -256,16 +280,6 @@ class Rows:
         """Whether the table suffices to read a field of a file."""
         storage = self._table_fields[name].storage[number] if name in self._table_fields else ABSENT
         return bool(storage != ABSENT and (storage != HDF5_ONLY or self.reader_kind == "hdf5"))
-
-    def _from_table(self, path: Path, table: Table) -> _FileInfo:
-        number, local_path = self._numbers[path], self.local.get(path, path)
-        self._check_head(path, int(table.head[number]))
-        layouts = {name: self._table_fields[name].layout(number, local_path) for name in self.fields}
-        counts = [self._table_fields[name].layout(number, local_path) for name in set(self._ragged.values())]
-        small = {name: self._small_values(path, table, layout) for name, layout in layouts.items() if self._is_small(name, layout)}
-        ends = {layout.name: np.cumsum(self._small_values(path, table, layout), dtype=np.int64) for layout in counts}
-        self._check_ends(path, layouts, ends)
-        return _FileInfo(layouts, small, ends)
 
     def _small_values(self, path: Path, table: Table, layout: Layout) -> np.ndarray:
         """Return all values of a small field of a file, from the table if it has them."""
@@ -304,28 +318,9 @@ class Rows:
 
     # ---- from h5py
 
-    def _inspect(self, path: Path, file: h5py.File) -> _FileInfo:
-        layouts: dict[str, Layout] = {}
-        small: dict[str, np.ndarray] = {}
-        for name in self.fields:
-            data = file[name]
-            if self._is_small(name, data):
-                small[name] = self._read_dataset(path, name, data)
-            by_h5py = self.reader_kind == "hdf5" or name in small
-            layouts[name] = Layout(path, name, data.shape, data.dtype, None) if by_h5py else self._layout(file, name)
-        ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in set(self._ragged.values())}
-        self._check_ends(path, layouts, ends)
-        return _FileInfo(layouts, small, ends)
-
     def _is_small(self, name: str, data: Layout | h5py.Dataset) -> bool:
         """Whether all rows of the field are read at once: each read of a few bytes would cost a block of the disk."""
         return self.reader_kind != "hdf5" and name not in self._ragged and data.nbytes <= max(data.shape[0], 1) * ALIGN // 4
-
-    def _check_ends(self, path: Path, layouts: Mapping[str, Layout], ends: Mapping[str, np.ndarray]) -> None:
-        for name, counts in self._ragged.items():
-            if (total := int(ends[counts][-1]) if len(ends[counts]) else 0) != layouts[name].shape[0]:
-                text = f"dataset '{name}' holds {layouts[name].shape[0]:,} {counts}, its rows should have {total:,}"
-                raise DataError(f"{path}: {text}{self.remedy}")
 
     def _layout(self, file: h5py.File, name: str) -> Layout:
         try:
@@ -335,13 +330,6 @@ class Rows:
                 f"{problem}; rewrite it with: h5repack -l CONTI -f NONE -t 65536 -a 4096 FILE NEW, or leave the reading to HDF5: "
                 "data.reader=hdf5"
             ) from problem
-
-    def _read_dataset(self, path: Path, name: str, data: h5py.Dataset) -> np.ndarray:
-        self._check_plausible(path, name, data.nbytes)
-        try:
-            return data[...]
-        except Exception as problem:
-            raise DataError(f"{path}: dataset '{name}' cannot be read ({problem}){self.remedy}") from problem
 
     def _check_plausible(self, path: Path, name: str, nbytes: int) -> None:
         if nbytes > 100 * int(self.catalog.sizes[self._numbers[path]]):

@@ -202,7 +202,18 @@ class Loader(AbstractContextManager["Loader"]):
 
         Empty local batches (of a small last batch) are left out. ``more``: Prefetch the next epoch at the end of this one.
         """
-        active = self._activate(_EpochPlan(self, epoch, first, tuple(deferred)))
+        plan = _EpochPlan(self, epoch, first, tuple(deferred))
+        active, self._next_epoch = self._next_epoch, None  # started at the end of the previous epoch, or now
+        if active is not None and not (plan.is_full and plan.epoch == active.plan.epoch):
+            active.close()
+            active = None
+        if active is None:
+            per_rank = -(-self.batch_size // self._reporting_axis.size)
+            queue = PrefetchQueue(
+                self._prepare, name=self.name, workers=self._workers, budget=self._prefetch,
+                min_samples=2 * per_rank + self._workers, patience=self._patience,
+            )  # fmt: skip
+            active = self._new_epoch(plan, queue)
         self._plan = active.plan
         following = self._new_epoch(_EpochPlan(self, epoch + 1, 0, ()), active.queue) if more else None
         batches = self._batches(active, following)
@@ -253,20 +264,6 @@ class Loader(AbstractContextManager["Loader"]):
         self.close()
 
     # ---- iteration
-
-    def _activate(self, plan: "_EpochPlan") -> "_ActiveEpoch":
-        """Return the epoch that was started at the end of the previous one, or start it now."""
-        following, self._next_epoch = self._next_epoch, None
-        if following is not None:
-            if plan.is_full and plan.epoch == following.plan.epoch:
-                return following
-            following.close()
-        per_rank = -(-self.batch_size // self._reporting_axis.size)
-        queue = PrefetchQueue(
-            self._prepare, name=self.name, workers=self._workers, budget=self._prefetch, min_samples=2 * per_rank + self._workers,
-            patience=self._patience,
-        )  # fmt: skip
-        return self._new_epoch(plan, queue)
 
     def _new_epoch(self, plan: "_EpochPlan", queue: PrefetchQueue) -> "_ActiveEpoch":
         return _ActiveEpoch(plan, queue)

@@ -30,10 +30,7 @@ class ScatteredLoader:
 
     def is_local(self, number: int, slot: int) -> bool:
         """Whether this rank prepares the sample."""
-        return self._source_rank(number, slot) == self._channel.rank
-
-    def _source_rank(self, number: int, slot: int) -> int:
-        return (number + slot) % self._channel.size
+        return (number + slot) % self._channel.size == self._channel.rank
 
     def take(self, queue: PrefetchQueue, tasks: Sequence[Task], number: int, task_at: Callable[[int], Task] | None) -> list[Ready]:
         """Return the samples of ``tasks``, a local batch, the same on all ranks. In ready order (``task_at`` maps a position to its
@@ -49,11 +46,10 @@ class ScatteredLoader:
             failure = problem
         samples: list[Ready] = []
         for slot, task in enumerate(tasks):
-            source = self._source_rank(number, slot)
-            if source == self._channel.rank:
+            if self.is_local(number, slot):
                 samples.append(self._broadcast_own(local_samples, failure))
             else:
-                position, sample = self._receive(source)
+                position, sample = self._receive((number + slot) % self._channel.size)
                 samples.append(Ready(task_at(position) if task_at else task, sample))
         return samples
 
@@ -62,13 +58,23 @@ class ScatteredLoader:
             if failure is not None:
                 raise failure
             ready = next(local_samples)
-            header_size, content = self._pack(ready.sample)
+            try:
+                stream, buffers = flatten(ready.sample)
+            except Exception as problem:
+                reason = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
+                raise DataError(f"a sample cannot be sent ({reason}); set data.scatter to false") from problem
+            header = pickle.dumps((stream, [len(buffer) for buffer in buffers]))
+            parts: list[bytes | memoryview] = [header, *buffers]
+            offsets = buffer_offsets([len(part) for part in parts])
+            content = self._memory.allocate(offsets[-1])
+            for offset, part in zip(offsets, parts):
+                content[offset : offset + len(part)] = np.frombuffer(part, np.uint8)
         except BaseException as problem:
             text = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
             content = np.frombuffer(bytearray(f"rank {self._rank} has no sample to send: {text}".encode()), np.uint8)
             self._send([1, 0, 0, len(content)], content)
             raise
-        self._send([0, ready.task.position, header_size, len(content)], content)
+        self._send([0, ready.task.position, len(header), len(content)], content)
         return ready
 
     def _send(self, header: list[int], content: np.ndarray) -> None:
@@ -87,21 +93,6 @@ class ScatteredLoader:
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         torch_dist.broadcast(tensor, group=self._channel.group, group_src=source)
-
-    def _pack(self, sample: Any) -> tuple[int, np.ndarray]:
-        """Return the size of the header (pickle and lengths of buffers) in bytes, and the bytes of header and buffers [n] uint8."""
-        try:
-            stream, buffers = flatten(sample)
-        except Exception as problem:
-            reason = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
-            raise DataError(f"a sample cannot be sent ({reason}); set data.scatter to false") from problem
-        header = pickle.dumps((stream, [len(buffer) for buffer in buffers]))
-        parts: list[bytes | memoryview] = [header, *buffers]
-        offsets = buffer_offsets([len(part) for part in parts])
-        content = self._memory.allocate(offsets[-1])
-        for offset, part in zip(offsets, parts):
-            content[offset : offset + len(part)] = np.frombuffer(part, np.uint8)
-        return len(header), content
 
 
 def _unpack(content: np.ndarray, header_size: int) -> Any:

@@ -90,10 +90,7 @@ def _open(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        reason = "a pointer of Git LFS in place of the file; fetch it by git lfs pull" if _is_lfs_pointer(path) else error
+        with path.open("rb") as raw:
+            is_pointer = raw.read(24).startswith(b"version https://git-lfs")
+        reason = "a pointer of Git LFS in place of the file; fetch it by git lfs pull" if is_pointer else error
         raise CheckpointError(f"{path}: no safetensors file, or damaged: {reason}") from error
-
-
-def _is_lfs_pointer(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(24).startswith(b"version https://git-lfs")

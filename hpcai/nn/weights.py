@@ -91,11 +91,19 @@ def load_state(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict[s
     torch state dict, alone or in a checkpoint. Raises CheckpointError."""
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file of weights")
-    with path.open("rb") as file:
-        magic = file.read(9)
+    with path.open("rb") as stream:
+        magic = stream.read(9)
     try:
         if magic[8:] == b"{":
-            return _safetensors(path, kind, settings)
+            from safetensors import safe_open
+
+            with safe_open(path, framework="pt") as file:
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                cfg = _embedded_settings(path, file.metadata(), kind, settings)
+            if cfg is None:
+                return _unwrap(state, path), None
+            check_claims(path, cfg, {name: tensor.shape for name, tensor in state.items()})
+            return state, cfg
         is_zip = zipfile.is_zipfile(path)
         if is_zip and _is_numpy(path):
             with np.load(path, allow_pickle=False) as arrays:
@@ -126,18 +134,6 @@ def read_settings(path: Path, kind: str, settings: type[SettingsT]) -> SettingsT
 def _is_numpy(path: Path) -> bool:
     with zipfile.ZipFile(path) as file:
         return all(name.endswith(".npy") for name in file.namelist())
-
-
-def _safetensors(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict[str, Tensor], SettingsT | None]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        cfg = _embedded_settings(path, file.metadata(), kind, settings)
-    if cfg is None:
-        return _unwrap(state, path), None
-    check_claims(path, cfg, {name: tensor.shape for name, tensor in state.items()})
-    return state, cfg
 
 
 def _embedded_settings(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: type[SettingsT]) -> SettingsT | None:

@@ -130,7 +130,9 @@ class GradientReducer:
         self.is_last_backward = True
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         check_dense(named)
-        axes = {p: _reduce_axes(p, mesh) for p in named.values()}
+        # Over which gradients are summed: no axis along which ranks hold different elements.
+        axes = {p: tuple(axis for axis in (mesh["replicate"], *sum_axes(p))
+                         if axis.size > 1 and axis.name not in shard_spec(p).axis_names) for p in named.values()}  # fmt: skip
         broadcast_parameters(model, mesh)
         local = {n: p for n, p in named.items() if triton_support.on_cpu(p) and not (axes[p] or fixed)}
         in_place = {n for n, p in local.items() if self._sum_dtype(p, ()) == p.dtype}
@@ -215,12 +217,6 @@ class GradientReducer:
         """Return (name, tensor, axes along which all ranks hold the same) of each parameter that the model computes with."""
         self.wait()
         return [(name, p.detach(), replica_axes(p, self.mesh)) for name, p in self.model.named_parameters()]
-
-
-def _reduce_axes(parameter: nn.Parameter, mesh: Mesh) -> tuple[Axis, ...]:
-    """Return the axes over which gradients are summed: none along which ranks hold different elements."""
-    differing = shard_spec(parameter).axis_names
-    return tuple(axis for axis in (mesh["replicate"], *sum_axes(parameter)) if axis.size > 1 and axis.name not in differing)
 
 
 def _address(tensor: Tensor) -> tuple[Any, Any]:

@@ -207,7 +207,12 @@ def plan_size(
     """Plan a parallelized model for volumes of ``size``: run it once on the meta device, and record the size at each layer."""
     if not partition.axes:
         return
-    args = (_meta_input(model, size, channels),) if inputs is None else inputs(size)
+    if inputs is None:
+        in_channels = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
+        if channels is None and not in_channels:
+            raise MeshError("spatial: the model has no convolution to take the number of input channels from; give channels")
+        shape = (1, channels or in_channels[0], *size)
+    args = (torch.empty(shape, device="meta", dtype=next(model.parameters()).dtype),) if inputs is None else inputs(size)
     state = {name: t.to("meta", copy=True) for name, t in (*model.named_parameters(), *model.named_buffers())}
     check = _OpCheck()
     handles = []
@@ -223,13 +228,6 @@ def plan_size(
             handle.remove()
         for module, value in training.items():
             module.training = value
-
-
-def _meta_input(model: nn.Module, size: Sequence[int], channels: int | None) -> Tensor:
-    in_channels = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
-    if channels is None and not in_channels:
-        raise MeshError("spatial: the model has no convolution to take the number of input channels from; give channels")
-    return torch.empty((1, channels or in_channels[0], *size), device="meta", dtype=next(model.parameters()).dtype)
 
 
 _MIXING = ("convolution", "pool", "upsample", "norm", "roll", "flip", "fft", "grid_sampler", "im2col", "cumsum")

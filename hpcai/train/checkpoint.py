@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -383,20 +383,18 @@ def _boxes(step: Step, mesh: Mesh, frozen: Collection[str] = ()) -> list[Box]:
         "average": step.average.state(),
     }
     everyone = replica_axes(torch.empty(0), mesh)
-    return [box for kind, part in parts.items() for name, value in part.items()
-            for box in _boxes_of_tensor(f"{kind}/{name}", value, mesh, everyone)]  # fmt: skip
-
-
-def _boxes_of_tensor(name: str, value: Tensor | FlatShard, mesh: Mesh, everyone: tuple[Axis, ...]) -> Iterator[Box]:
-    if isinstance(value, FlatShard):
-        for offsets, tensor in value.view.boxes(value.flat):
-            yield Box(name, value.view.spec.global_shape, offsets, tensor, value.replica_axes)
-    elif not hasattr(value, "shard_spec"):
-        yield Box(name, tuple(value.shape), (0,) * value.ndim, value, everyone)
-    else:
-        place, copies = shard_spec(value), replica_axes(value, mesh)
-        for offsets, part in place.boxes((0,) * value.ndim, value.shape):
-            yield Box(name, place.global_shape, offsets, value[part], copies)
+    found: list[Box] = []
+    for key, value in ((f"{kind}/{name}", value) for kind, part in parts.items() for name, value in part.items()):
+        if isinstance(value, FlatShard):
+            shape, copies = value.view.spec.global_shape, value.replica_axes
+            found += [Box(key, shape, offsets, tensor, copies) for offsets, tensor in value.view.boxes(value.flat)]
+        elif not hasattr(value, "shard_spec"):
+            found.append(Box(key, tuple(value.shape), (0,) * value.ndim, value, everyone))
+        else:
+            place, copies = shard_spec(value), replica_axes(value, mesh)
+            pieces = place.boxes((0,) * value.ndim, value.shape)
+            found += [Box(key, place.global_shape, offsets, value[piece], copies) for offsets, piece in pieces]
+    return found
 
 
 def _write(path: Path, text: str) -> None:

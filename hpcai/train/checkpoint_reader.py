@@ -183,7 +183,15 @@ def export(
     parameters = [name.removeprefix("model/") for name in stored if name.startswith("model/")]
     exported = {name: name if names is None else names(name) for name in parameters}
     source = {out: f"average/{name}" if f"average/{name}" in stored else f"model/{name}" for name, out in exported.items() if out}
-    frozen = _load_frozen(checkpoint, run, load) if names is None else {}
+    frozen: dict[str, Tensor] = {}  # which are not in the checkpoint, from the files that it names
+    for digest, origin in run.origins.items() if names is None else ():
+        if not Path(origin).is_file() or file_digest(Path(origin))["sha256"] != digest:
+            raise CheckpointError(f"{checkpoint}: frozen weights are those of {origin} (SHA-256 {digest}); put it back")
+        package = re.search(r'"model": "(\w+)"', run.about.get("hpcai", ""))
+        if load is None and (package is None or find_spec(f"hpcai.models.{package[1]}") is None):
+            raise CheckpointError(f"{checkpoint}: holds a model that hpcai does not have; its run exports the weights at its end")
+        state = (load or import_module(f"hpcai.models.{package and package[1]}.load").load_weights)(origin).state_dict()
+        frozen |= {name: state[name].contiguous() for name, other in run.frozen.items() if other == digest}
     sizes = {name: (stored[key][0].dtype, list(reader.sizes[key])) for name, key in source.items()}
     sizes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in frozen.items()}
     ordered = sorted(sizes, key=lambda name: (name in frozen, -sizes[name][0].itemsize, name))
@@ -194,20 +202,6 @@ def export(
         tensors = (tensor for _, some in portions for tensor in reader.read(source[name] for name, _ in some).values())
         for tensor in chain(tensors, (frozen[name] for name in ordered[len(source) :])):
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _load_frozen(checkpoint: Path, run: RunFile, load: Callable[[str], nn.Module] | None) -> dict[str, Tensor]:
-    """Return frozen weights, which are not in the checkpoint, from the files that it names."""
-    weights: dict[str, Tensor] = {}
-    for digest, origin in run.origins.items():
-        if not Path(origin).is_file() or file_digest(Path(origin))["sha256"] != digest:
-            raise CheckpointError(f"{checkpoint}: frozen weights are those of {origin} (SHA-256 {digest}); put it back")
-        package = re.search(r'"model": "(\w+)"', run.about.get("hpcai", ""))
-        if load is None and (package is None or find_spec(f"hpcai.models.{package[1]}") is None):
-            raise CheckpointError(f"{checkpoint}: holds a model that hpcai does not have; its run exports the weights at its end")
-        state = (load or import_module(f"hpcai.models.{package and package[1]}.load").load_weights)(origin).state_dict()
-        weights |= {name: state[name].contiguous() for name, other in run.frozen.items() if other == digest}
-    return weights
 
 
 def _open_verified(checkpoint: Path) -> CheckpointReader:

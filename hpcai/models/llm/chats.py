@@ -58,7 +58,19 @@ def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], spe
         text = _renderer.call(_render, template, _mark_special(messages, pattern, literal), (begin, end), variables)
     except DataError as problem:
         raise DataError(f"{where}: chat template: {problem}") from problem
-    return _strip_marks(text, literal, begin, end)
+    parts, answers, literals, offset = list[str](), list[tuple[int, int]](), set[int](), 0
+    starts: list[int] = []
+    for part in re.split(f"([{literal}{begin}{end}])", text):
+        if part == literal:
+            literals.add(offset)
+        elif part == begin:
+            starts.append(offset)
+        elif part == end and starts:
+            answers.append((starts.pop(), offset))
+        else:
+            parts.append(part)
+            offset += len(part)
+    return Rendered("".join(parts), answers, literals)
 
 
 def _to_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -103,22 +115,6 @@ def _mark_special(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _mark_special(item, pattern, mark) for key, item in value.items()}
     return [_mark_special(item, pattern, mark) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _strip_marks(marked: str, literal: str, begin: str, end: str) -> Rendered:
-    parts, answers, literals, offset = list[str](), list[tuple[int, int]](), set[int](), 0
-    starts: list[int] = []
-    for part in re.split(f"([{literal}{begin}{end}])", marked):
-        if part == literal:
-            literals.add(offset)
-        elif part == begin:
-            starts.append(offset)
-        elif part == end and starts:
-            answers.append((starts.pop(), offset))
-        else:
-            parts.append(part)
-            offset += len(part)
-    return Rendered("".join(parts), answers, literals)
 
 
 @lru_cache(8)

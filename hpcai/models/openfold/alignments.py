@@ -229,20 +229,15 @@ def _parse_block(data: bytes, where: str, lines_before: int) -> Alignment:
     if len(gaps):
         gap = f"the query, the first row, has a gap at its column {gaps[0] + 1}"
         raise DataError(f"{where}: line {starts[0]}: {gap}; expected letters only; {_ADVICE}")
-    return Alignment(msa, _deletions(rows, width), names)
-
-
-def _deletions(rows: list[bytes], width: int) -> NDArray[np.int32]:
-    """Return deletions [S, width]; zero pages are allocated lazily, and most rows have none."""
-    deletions = np.zeros((len(rows), width), np.int32)
+    deletions = np.zeros((len(rows), width), np.int32)  # pages are allocated lazily, and most rows have none
     longer = [index for index, row in enumerate(rows) if len(row) > width]
     step = max(1, 1_000_000 // width)                   # rows of a chunk: positions take 8 bytes each
     for chunk in (longer[begin:begin + step] for begin in range(0, len(longer), step)):
         letters = np.frombuffer(b"".join(rows[index] for index in chunk), np.uint8)
-        columns = np.flatnonzero(letters < ord("a")).reshape(-1, width)
+        positions = np.flatnonzero(letters < ord("a")).reshape(-1, width)
         before = np.cumsum([0, *(len(rows[index]) for index in chunk[:-1])]) - 1
-        deletions[chunk] = np.diff(columns, axis=1, prepend=before[:, None]) - 1
-    return deletions
+        deletions[chunk] = np.diff(positions, axis=1, prepend=before[:, None]) - 1
+    return Alignment(msa, deletions, names)
 
 
 # ---- Stockholm

@@ -92,13 +92,8 @@ def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
         voxels = (true[k] > 0).nonzero()
         centre = voxels.double().mean(0) if len(voxels) else torch.tensor(true.shape[1:]).double() / 2
         start = [int(coordinate) - side // 2 for coordinate in centre]
-        columns.append([_crop_plane(plane[k], start, side, fill) for plane, fill in ((hu, math.nan), (true, 0), (guess, 0))])
+        padding = [n for begin, size in reversed(list(zip(start, true.shape[1:]))) for n in (-begin, begin + side - size)]
+        columns.append([F.pad(plane[k], padding, value=fill) for plane, fill in ((hu, math.nan), (true, 0), (guess, 0))])
     fields, true, guess = (torch.stack(planes) for planes in zip(*columns))
     count = len(fields) if model.sliding_window.group.is_first else 0
     return {"fields": fields[:count, ..., None], "true": true[:count].to(torch.uint8), "predicted": guess[:count].to(torch.uint8)}
-
-
-def _crop_plane(plane: Tensor, start: list[int], side: int, fill: float) -> Tensor:
-    """Return the square of ``side`` from ``start`` on, padded with ``fill`` beyond the plane.   [H, W] -> [S, S]"""
-    padding = [n for begin, size in reversed(list(zip(start, plane.shape))) for n in (-begin, begin + side - size)]
-    return F.pad(plane, padding, value=fill)
