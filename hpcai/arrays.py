@@ -11,7 +11,7 @@ from hpcai.errors import DataError
 # Values in place of missing ones: the defaults of netCDF for float, int and short, and those of CMIP and of older files.
 FILL_VALUES = (9.969209968386869e36, -2147483647.0, -32767.0, 1e20, -9999.0, -999.0)
 
-warn = logging.getLogger("hpcai.inputs").warning  # inputs of trained models that are valid and look wrong
+warn = logging.getLogger(__name__).warning  # inputs of trained models that are valid and look wrong
 
 
 def to_array(values: Any, name: str) -> NDArray[Any]:
