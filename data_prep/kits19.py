@@ -42,11 +42,7 @@ from hpcai.models.unet3d.volume import CLASSES
 from hpcai.programs import command_of
 
 PUBLIC, LABELLED = 300, 210     # cases of the public set; from 210 on without a label
-# The evaluation cases of the MLPerf reference.
-EVALUATION = frozenset((
-    0, 3, 5, 6, 12, 24, 34, 41, 44, 49, 52, 56, 61, 65, 66, 70, 76, 78, 80, 84, 86, 87, 92, 111, 112, 125, 128, 138, 157, 160, 161,
-    162, 169, 171, 176, 185, 187, 189, 198, 203, 206, 207,
-))  # fmt: skip
+EVALUATION = frozenset(json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")))  # of the MLPerf reference
 FOREGROUND_CLASSES, MAX_COMPONENTS = len(CLASSES) - 1, 2
 Triple = tuple[float, float, float]
 

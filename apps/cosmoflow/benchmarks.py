@@ -32,7 +32,7 @@ class BenchmarkConfig(Config):
 class Benchmark(Workload):
     settings, batch, fields = BenchmarkConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(error)
-    unit, published_settings, tiny = "universes", Config, ("model.size=32", "model.filters=2", "data.batch=2")
+    unit, published_settings = "universes", Config
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [

@@ -55,7 +55,6 @@ class Benchmark(Workload):
     settings, batch, fields = BenchmarkConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(score)
     unit, published_settings, slow_compile = "maps", MapConfig, True
-    tiny = ("model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=2")
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         group, alone = cfg.batchnorm_group, mesh["replicate"].size == 1

@@ -79,10 +79,6 @@ class Benchmark(Workload):
     settings, batch = BenchmarkConfig, Batch
     loss, metric = staticmethod(loss), staticmethod(score)
     unit, published_settings, compile_scope, slow_compile = "images", RandomConfig, "blocks", True
-    tiny = (
-        "model.unet.channels=[32, 64]", "model.unet.attention=[cross, none]", "model.unet.heads=[1, 2]", "model.unet.blocks=1",
-        "model.unet.tokens=32", "side=8", "text=5", "data.batch=2",
-    )  # fmt: skip
 
     def complete_settings(self, cfg: Any) -> Any:
         """Set the size of a sample, and random initial weights everywhere: behind zero weights all gradients would be zero."""

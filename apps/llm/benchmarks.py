@@ -43,10 +43,6 @@ class Benchmark(Workload):
     settings, batch, fields = BenchmarkConfig, Batch, ("tokens", "bytes", "documents", "ends")
     ragged, metric = frozenset({"ends"}), staticmethod(score)
     unit, published_settings, compile_scope, slow_compile = "rows", Config, "blocks", True
-    tiny = (
-        "model.width=64", "model.heads=4", "model.key_heads=2", "model.inner=128", "model.layers=2", "model.vocabulary=512",
-        "model.positions=128", "data.batch=2", "step.accumulate=1",
-    )  # fmt: skip
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:
         """Return the mean, as other apps do: all rows have equally many tokens in the loss."""

@@ -44,7 +44,6 @@ class Benchmark(Workload):
     loss, counts, metric = staticmethod(loss), staticmethod(counted), staticmethod(score)
     ragged = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
     unit, published_settings = "frames", SlabConfig
-    tiny = ("model.hidden=16", "model.output=16", "model.interaction=8", "model.blocks=2", "model.most=8", "data.batch=2")
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         return [Switch("no triplets", "moments of each atom's messages, and functions with fast second derivatives")]

@@ -60,15 +60,6 @@ class Benchmark(Workload):
     variants = {"checkpoint": ("model.checkpoint=true",)}
     unit, published_settings = "chains", Config
     compile_scope, slow_compile = "blocks", True
-    tiny = (
-        "model={msa: 32, pair: 16, single: 32, blocks: 1, rows: {head: 8, heads: 2, outer: 8, transition: 1}}",
-        "model.pairs={triangle: 16, head: 8, heads: 2, transition: 1}",
-        "model.extra={channels: 16, blocks: 1, msa: {head: 4, heads: 2, outer: 8, transition: 1}}",
-        "model.extra.pairs={triangle: 16, head: 8, heads: 2, transition: 1}",
-        "model.template={channels: 16, blocks: 1, head: 8, heads: 2, pairs: {triangle: 16, head: 8, heads: 2, transition: 1}}",
-        "model.structure={passes: 1, head: 8, heads: 2, query_points: 2, value_points: 2, angle: 16}", "model.heads.plddt=16",
-        "features={crop: 16, clusters: 8, extra: 8, templates: 1}", "data={workers: 1, processes: false}",
-    )  # fmt: skip
 
     def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
         on_gpu, ranks = mesh.device.type == "cuda", mesh["axial"].size

@@ -36,7 +36,7 @@ class BenchmarkConfig(Config):
 class Benchmark(Workload):
     settings, batch, fields = BenchmarkConfig, Batch, tuple(FIELDS)
     loss = staticmethod(loss)
-    unit, published_settings, tiny = "crops", Config, ("model.filters=[4, 8]", "model.window=[16, 16, 16]", "data.batch=2")
+    unit, published_settings = "crops", Config
 
     def metric(self, model: Any, batch: Any) -> dict[str, Any]:
         return score(model, [batch] if isinstance(batch, Batch) else batch)

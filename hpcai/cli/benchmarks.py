@@ -118,8 +118,6 @@ class Workload:
     """unit of its samples, in the plural"""
     published_settings: type[RunConfig]
     """schema of the YAML files of the app, with the sizes of random samples"""
-    tiny: Sequence[str] = ()
-    """key=value overrides with which a published configuration takes seconds on one core"""
     compile_scope: Literal["whole", "blocks"] = "whole"
     """step.compile if the settings do not set it"""
     slow_compile: bool = False
@@ -130,10 +128,14 @@ class Workload:
     @cached_property
     def gpu_cases(self) -> Sequence[Case]:
         """The cases of ``hpcai bench gpu``, from published.toml beside the subclass; each may name one of its ``rates``."""
-        path = Path(inspect.getfile(type(self))).with_name("published.toml")
-        content = tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content = read_published(self)
         rates = {name: PublishedRate(**rate) for name, rate in content.get("rates", {}).items()}
         return [Case(**case | {"published": rates.get(case.get("published", ""))}) for case in content.get("gpu_cases", ())]
+
+    @cached_property
+    def tiny(self) -> Sequence[str]:
+        """The key=value overrides with which a published configuration takes seconds on one core, from published.toml as well."""
+        return tuple(read_published(self).get("tiny", ()))
 
     def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         """Return the network on the mesh with the given switches enabled; without any, the plain implementation."""
@@ -232,6 +234,12 @@ class Workload:
                             dataset[i * len(part) : (i + 1) * len(part)] = part
         changes = {"directory": _SAMPLE_FOLDERS[key], "stage": None, "shards": 1}
         return cfg.model_copy(update={"data": cfg.data.model_copy(update=changes)})
+
+
+def read_published(declaration: object) -> dict[str, Any]:
+    """Return the content of published.toml beside the class of ``declaration``; empty without one."""
+    path = Path(inspect.getfile(type(declaration))).with_name("published.toml")
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def find_workload(name: str) -> Workload:

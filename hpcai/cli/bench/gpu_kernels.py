@@ -109,10 +109,6 @@ def _compiled(function: Function, *inputs: Any) -> Tensor:
     return out
 
 
-def _compute_bound(inputs: Sequence[Tensor], both: bool) -> int:
-    return 0
-
-
 # ---- inputs
 
 
@@ -312,9 +308,9 @@ KERNELS = [
     Kernel(
         "triangle", lambda draw, n, channels: [draw(1, 2 * channels, n, n, scale=n**-0.5)],
         partial(triangle_multiplication.triangle_multiplication, outgoing=True),
-        partial(triangle_multiplication.reference, outgoing=True), moved_bytes=_compute_bound,
+        partial(triangle_multiplication.reference, outgoing=True), moved_bytes=lambda inputs, both: 0,  # it is compute-bound
     ),
-    Kernel("outer", _outer_inputs, outer_product.outer_product, outer_product.reference, moved_bytes=_compute_bound),
+    Kernel("outer", _outer_inputs, outer_product.outer_product, outer_product.reference, moved_bytes=lambda inputs, both: 0),
     Kernel(
         "float8", lambda draw, rows, channels: [draw(rows, channels, fixed=True)],
         partial(_quantize_both, float8.quantize), partial(_quantize_both, float8.reference),

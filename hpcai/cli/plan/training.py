@@ -1,19 +1,16 @@
 """Declaration of a training to plan: ``apps/<name>/plan.py`` has a class ``Plan``, a ``PlannedTraining``."""
 
-import inspect
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 
 from hpcai.cli import apps
-from hpcai.cli.benchmarks import Workload
+from hpcai.cli.benchmarks import Workload, read_published
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
 from hpcai.parallel.pipeline import Pipeline
@@ -92,8 +89,7 @@ class PlannedTraining:
     @cached_property
     def published(self) -> Sequence[Published]:
         """The entries of published.toml beside the subclass. A step may have ``samples_per_s`` in place of ``value``."""
-        path = Path(inspect.getfile(type(self))).with_name("published.toml")
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))["published"]
+        entries = read_published(self)["published"]
         return [Published(**{"value": e["batch"] / e.pop("samples_per_s")} if "samples_per_s" in e else {}, **e) for e in entries]
 
     def build(self, cfg: Any, mesh: Mesh) -> nn.Module:

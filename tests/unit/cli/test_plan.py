@@ -16,7 +16,7 @@ from hpcai.errors import ConfigError
 from hpcai.plan.machines import find_machine as machine
 from tests.reference_data import load_json
 
-TINY = [*Benchmark.tiny, "model.template=null", "features.templates=0", "features.recycles=0"]
+TINY = [*Benchmark().tiny, "model.template=null", "features.templates=0", "features.recycles=0"]
 PLANNED = ["cosmoflow", "deepcam", "llm", "openfold", "unet3d"]
 
 
@@ -111,7 +111,7 @@ def test_the_command_prints_table_and_json(
 )
 def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, override: str) -> None:
     # With tiny buckets each parameter is reduced alone, so the number of collectives grows with the layers.
-    overrides = [*llm.Benchmark.tiny, "model.layers=8", "data.batch=8", "step.bucket_mb=1e-6", "data.documents=joined"]
+    overrides = [*llm.Benchmark().tiny, "model.layers=8", "data.batch=8", "step.bucket_mb=1e-6", "data.documents=joined"]
     reduced, full = Planner("llm", overrides), Planner("llm", overrides)
     full.training.depth = None
     plans = (planner.mean_step(ways, 4, 1, machine("h100"), (override, "step.accumulate=1")) for planner in (reduced, full))
@@ -124,7 +124,7 @@ def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, override
 
 
 def test_a_model_too_large_for_one_gpu_is_evaluated_by_all() -> None:
-    planner = Planner("llm", [*llm.Benchmark.tiny, "data.batch=8"])
+    planner = Planner("llm", [*llm.Benchmark().tiny, "data.batch=8"])
     h100 = machine("h100")
     sharded = planner.fit_memory(2, 4, 2, h100)
     assert planner._single_gpu_seconds(8, 8, sharded, h100, ()) == planner.fit_memory(1, 1, 1, h100).step.seconds

@@ -69,7 +69,7 @@ def test_a_stage_stores_the_micro_batches_in_flight() -> None:
 
 # ---- a language model
 
-TINY = (*llm.Benchmark.tiny, "lora=null", "data.documents=joined", "model.layers=256", "data.batch=8", "step.bucket_mb=1e-6")
+TINY = (*llm.Benchmark().tiny, "lora=null", "data.documents=joined", "model.layers=256", "data.batch=8", "step.bucket_mb=1e-6")
 
 
 def test_a_planned_pipeline_takes_as_many_passes_as_micro_batches_and_other_stages() -> None:
@@ -147,14 +147,14 @@ def test_micro_batches_send_and_update_once_in_a_step() -> None:
 
 
 def test_settings_select_the_mesh_and_the_steps_of_another_training() -> None:
-    planner = Planner("llm", [item for item in llm.Benchmark.tiny if "data.batch" not in item], "apps/llm/configs/gpt3.yaml")
+    planner = Planner("llm", [item for item in llm.Benchmark().tiny if "data.batch" not in item], "apps/llm/configs/gpt3.yaml")
     assert planner.fixed_axes() == {"pipeline": 8} and planner.ways == [4] and planner.training.samples == {2304: 2304 * 72_401}
     assert Planner("llm").fixed_axes() == {} and Planner("llm").ways == [1, 2, 4, 8]
 
 
 def test_the_command_plans_the_mesh_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     axes = ["mesh.pipeline=2", "mesh.tensor=2", "mesh.context=2"]
-    overrides = [*llm.Benchmark.tiny, "apps/llm/configs/gpt3.yaml", "data.batch=16", *axes]
+    overrides = [*llm.Benchmark().tiny, "apps/llm/configs/gpt3.yaml", "data.batch=16", *axes]
     assert main(["plan", "llm", *overrides, "--gpus", "4", "16", "--slower", "2", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = plan["jobs"]["16"]
