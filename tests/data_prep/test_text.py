@@ -125,6 +125,12 @@ def test_rows_ends_and_bytes_are_those_of_the_stream_split_by_hand(dataset: Path
     assert any(T + 1 in row["ends"] for row in rows_of(dataset, "train"))          # the last token of a row ends a document
 
 
+def test_an_end_between_two_rows_is_in_both() -> None:
+    for ends in ([1], [3], [4], [5, 6, 7], [1, 4, 7, 10, 13], [2, 13, 20], [13], [14]):
+        expected = [(n, end - n * 3) for n in range(4) for end in ends if 1 <= end - n * 3 <= 4]
+        assert [*map(tuple, np.stack(packing.ends_in_rows(np.array(ends), 4, 3), 1).tolist())] == expected
+
+
 def test_the_order_is_that_of_the_seed(dataset: Path, source: Path, tmp_path: Path) -> None:
     assert convert(source, tmp_path / "other", "--tokenizer", "bytes", *SMALL[:-1], 4) == 0
     first, second = (documents_of(folder, "train") for folder in (dataset, tmp_path / "other"))
