@@ -183,24 +183,20 @@ class DatasetLayouts:
         ends = (self._shape_offsets, self._chunk_offsets, self._piece_offsets, self._piece_offsets, self._fill_offsets)
         arrays = (self._shape_values, self._chunk_values, self._cells, self._byte_offsets, self._fill_bytes)
         _check(all(end[-1] == len(array) for end, array in zip(ends, arrays)), f"'{name}' has arrays of other lengths than it says")
-        self._validate_offsets(item, sizes, chunked)
-
-    def _invalid(self, array_name: str) -> str:
-        return f"'{self.name}' has invalid {array_name}"
-
-    def _validate_offsets(self, item: np.ndarray, sizes: np.ndarray, chunked: np.ndarray) -> None:
-        """Require that all pieces are within files and grids. Lengths are multiplied as floats, which do not overflow."""
+        # All pieces are within files and grids. Lengths are multiplied as floats, which do not overflow.
         shape, chunk = self._shape_values, self._chunk_values
         _check(bool(((shape >= 0) & (shape < _LIMIT)).all() and ((chunk >= 0) & (chunk < _LIMIT)).all()), self._invalid("shape"))
-        chunked_shape = shape[np.repeat(chunked, self._dims)]
+        chunked_shape = shape[np.repeat(chunked, dims)]
         _check(bool(((chunk > 0) | (chunked_shape == 0)).all()), self._invalid("shape of chunks"))
         grid = _products(-(-chunked_shape // np.maximum(chunk, 1)), self._chunk_offsets)
         piece_bytes = np.where(chunked, _products(chunk, self._chunk_offsets), _products(shape, self._shape_offsets)) * item
         _check(bool((grid < 1 << 62).all()), self._invalid("shape of chunks"))
-        counts = np.diff(self._piece_offsets)
-        fits = (self._cells >= 0) & (self._cells < np.repeat(grid, counts)) & (self._byte_offsets >= 0)
-        fits &= self._byte_offsets + np.repeat(piece_bytes, counts) <= np.repeat(sizes, counts)
-        _check(bool(fits.all()), f"values of '{self.name}' are beyond the end of a file")
+        inside = (self._cells >= 0) & (self._cells < np.repeat(grid, pieces)) & (self._byte_offsets >= 0)
+        inside &= self._byte_offsets + np.repeat(piece_bytes, pieces) <= np.repeat(sizes, pieces)
+        _check(bool(inside.all()), f"values of '{name}' are beyond the end of a file")
+
+    def _invalid(self, array_name: str) -> str:
+        return f"'{self.name}' has invalid {array_name}"
 
     def values_fit(self, values: np.ndarray, rows: np.ndarray) -> bool:
         """Whether ``values`` can be those of all rows: a scalar of each."""

@@ -67,12 +67,7 @@ def read_fields(source: Any, where: str = "atoms", labels: bool = True) -> list[
         values |= {"energy": None, "forces": None}
     if values["numbers"] is None:
         raise DataError(f"{where}: no atomic_numbers and no z; expected {_EXPECTED_TYPES}")
-    return _split_structures(values, _atom_counts(source, len(values["positions"]), where), where)
-
-
-def _atom_counts(data: Any, atoms: int, where: str) -> list[int]:
-    """Return the number of atoms of each structure."""
-    natoms, batch = getattr(data, "natoms", None), getattr(data, "batch", None)
+    atoms, natoms, batch = len(values["positions"]), getattr(source, "natoms", None), getattr(source, "batch", None)
     if natoms is None and batch is not None:
         batch = _to_array(batch, "batch", where)
         if batch.shape != (atoms,) or (np.diff(batch) < 0).any():
@@ -81,7 +76,7 @@ def _atom_counts(data: Any, atoms: int, where: str) -> list[int]:
     counts = [atoms] if natoms is None else _to_array(natoms, "natoms", where).reshape(-1).astype(int).tolist()
     if sum(counts) != atoms or min(counts, default=0) < 1:
         raise DataError(f"{where}: natoms is {counts[:5]}, {sum(counts)} in all, expected one or more each, and {atoms} as in pos")
-    return counts
+    return _split_structures(values, counts, where)
 
 
 def _to_array(values: Any, name: str, where: str) -> Floats:

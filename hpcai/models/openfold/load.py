@@ -160,15 +160,26 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
     """
     path = Path(path)
     state, saved_cfg = files.load_state(path, _MODEL, OpenFoldConfig)
-    form: Form = "hpcai" if saved_cfg is not None else _detect_form(state, path)
-    if saved_cfg is not None and cfg is not None and cfg != saved_cfg:
-        raise CheckpointError(f"{path}: contains settings that differ from cfg; load without cfg")
+    form: Form = "hpcai"
     if saved_cfg is None:
+        matches = {each: sum(_has(state, name, each) for name in _MARKER_NAMES) for each in get_args(Form)}
+        form = max(matches, key=lambda each: matches[each])
+        if not matches[form]:
+            raise CheckpointError(
+                f"{path}: unknown names:  {_shorten(list(state))}; expected {public_names(_MARKER_NAMES[0])[0]} of "
+                f"the public OpenFold, or its like of {', '.join(matches)}"
+            )
         try:
             saved_cfg = cfg or _infer_settings(state, form)
         except (LookupError, RuntimeError, ValueError, ArithmeticError) as problem:
-            _check_names(_merge_blocks(state), _merge_blocks(_expected_state(state, form)), path, form)
+            # The network to which incomplete weights would belong; one block stands for all.
+            template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
+            likely = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
+            expected = to_public(_build_on_meta(likely).state_dict(), likely, form)
+            _check_names(_merge_blocks(state), _merge_blocks(expected), path, form)
             raise CheckpointError(f"{path}: weights by the names of {form!r} with shapes of no OpenFold: {problem}") from problem
+    elif cfg is not None and cfg != saved_cfg:
+        raise CheckpointError(f"{path}: contains settings that differ from cfg; load without cfg")
     model = _build_on_meta(saved_cfg)
     own_state = model.state_dict()
     expected = to_public(own_state, saved_cfg, form)
@@ -205,13 +216,6 @@ def _check_names(names: Collection[str], expected: Collection[str], path: Path, 
         )
 
 
-def _expected_state(state: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
-    """Return the names of a network to which incomplete weights would belong; one block stands for all."""
-    template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
-    cfg = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
-    return to_public(_build_on_meta(cfg).state_dict(), cfg, form)
-
-
 def _merge_blocks(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"\.blocks\.\d+\.", ".blocks.#.", name) for name in names))
 
@@ -226,17 +230,6 @@ _MARKER_NAMES = (
     "extra_msa_stack.blocks.0.msa_att_row.attention.gate_bias", "evoformer.blocks.0.msa_att_row.attention.gate_bias",
     "evoformer.blocks.0.pair.pair_transition.layer_norm.weight",
 )  # fmt: skip
-
-
-def _detect_form(state: Mapping[str, Tensor], path: Path) -> Form:
-    matches = {form: sum(_has(state, name, form) for name in _MARKER_NAMES) for form in get_args(Form)}
-    best: Form = max(matches, key=lambda form: matches[form])
-    if not matches[best]:
-        raise CheckpointError(
-            f"{path}: unknown names:  {_shorten(list(state))}; expected {public_names(_MARKER_NAMES[0])[0]} of "
-            f"the public OpenFold, or its like of {', '.join(get_args(Form))}"
-        )
-    return best
 
 
 def _has(state: Mapping[str, Tensor], name: str, form: Form) -> bool:

@@ -141,7 +141,15 @@ def read_structure(path: Path, chain: str | None = None) -> Entry:
         notes.append(f"{path}: {len(blocks)} blocks with atoms, the first of them is read")
     metadata = _read_metadata(tables, path)
     polymers = _polymers(tables, path)
-    rows, names = _atom_rows(tables["_atom_site."], polymers, path)
+    site, names = tables["_atom_site."], dict[str, str]()  # the authors' name of every chain in the first model
+    rows: dict[str, list[int]] = defaultdict(list)  # of each protein there
+    asyms, authors, *_ = _columns(site, "_atom_site.", _SITE_TAGS, path)
+    models = site.get("pdbx_PDB_model_num") or [None] * len(asyms)
+    for row, (label, author, model) in enumerate(zip(asyms, authors, models)):
+        if model == models[0]:
+            names[label] = author or label
+            if label in polymers:
+                rows[label].append(row)
     if not rows:
         text = f"{len(polymers)} protein chains in _entity_poly_seq, none with atoms" if polymers else "no protein chain"
         raise DataError(f"{path}: {text}; expected at least one with coordinates")
@@ -154,7 +162,7 @@ def read_structure(path: Path, chain: str | None = None) -> Entry:
         raise DataError(f"{path}: chain {chain!r} {text}; the protein chains are {', '.join(sorted(labels))}")
     stem = entry_name(path) or path.name
     chains = {
-        author: _build_chain(f"{stem}_{author}", polymers[label], tables["_atom_site."], rows[label], metadata, path)
+        author: _build_chain(f"{stem}_{author}", polymers[label], site, rows[label], metadata, path)
         for author, label in labels.items() if chain in (None, author)
     }  # fmt: skip
     return Entry(chains, tuple(notes))
@@ -280,22 +288,6 @@ def _polymers(tables: dict[str, dict[str, list[Any]]], path: Path) -> dict[str, 
         label: _Polymer(residues[entity], "".join((canonical.get(entity) or "").split())) for label, entity in zip(labels, owners)
         if entity in residues and any(name in peptides for names in residues[entity].values() for name in names)
     }  # fmt: skip
-
-
-def _atom_rows(
-    site: dict[str, list[Any]], polymers: dict[str, _Polymer], path: Path
-) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Return the rows of _atom_site of each protein in the first model, and the authors' name of every chain."""
-    labels, authors, *_ = _columns(site, "_atom_site.", _SITE_TAGS, path)
-    models = site.get("pdbx_PDB_model_num") or [None] * len(labels)
-    rows: dict[str, list[int]] = defaultdict(list)
-    names: dict[str, str] = {}
-    for row, (label, author, model) in enumerate(zip(labels, authors, models)):
-        if model == models[0]:
-            names[label] = author or label
-            if label in polymers:
-                rows[label].append(row)
-    return rows, names
 
 
 def _build_chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows: list[int],

@@ -71,7 +71,18 @@ def select_hits(
     for hit in sorted(hits, key=lambda hit: (not hit.sum_probs >= 0, -hit.sum_probs)):
         if len(matches) >= most:
             break
-        _check_hit(hit, query)
+        where = f"hit {hit.index}, {hit.name.strip()[:40]!r}"
+        for text, indices in ((hit.query, hit.query_indices), (hit.hit, hit.hit_indices)):
+            letters = np.array([letter != "-" for letter in text], bool)
+            if len(text) != len(hit.query) or indices.shape != letters.shape or (letters != (indices >= 0)).any():
+                raise DataError(f"{where}: query, template and their indices do not fit together; expected one alignment")
+        positions = hit.query_indices[hit.query_indices >= 0]
+        if len(positions) and (positions[-1] >= len(query) or (np.diff(positions) <= 0).any()):
+            text = f"the query's residues {positions.min() + 1} to {positions.max() + 1}, expected them in order"
+            raise DataError(f"{where}: {text}, {len(query)} at most; is it of another chain?")
+        stated = np.full_like(query, UNKNOWN)
+        stated[positions] = encode(hit.query.replace("-", ""))
+        check_same_sequence(stated, query, f"{where}: the query")
         name = parse_chain_name(hit)
         result = _match_or_reason(hit, name, sequence, chain_info, entry, before)
         if isinstance(result, Match):
@@ -88,21 +99,6 @@ def parse_chain_name(hit: Hit) -> str | None:
     """Return the chain of a hit: 4zey_A for "4ZEY_A Some protein; 1.5A {Homo sapiens}", or None for other forms."""
     entry, _, chain = (hit.name.split() or [""])[0].rpartition("_")
     return f"{entry.lower()}_{chain}" if entry and re.fullmatch("[A-Za-z0-9.]+", chain) else None
-
-
-def _check_hit(hit: Hit, query: Array) -> None:
-    where = f"hit {hit.index}, {hit.name.strip()[:40]!r}"
-    for text, indices in ((hit.query, hit.query_indices), (hit.hit, hit.hit_indices)):
-        letters = np.array([letter != "-" for letter in text], bool)
-        if len(text) != len(hit.query) or indices.shape != letters.shape or (letters != (indices >= 0)).any():
-            raise DataError(f"{where}: query, template and their indices do not fit together; expected one alignment")
-    positions = hit.query_indices[hit.query_indices >= 0]
-    if len(positions) and (positions[-1] >= len(query) or (np.diff(positions) <= 0).any()):
-        text = f"the query's residues {positions.min() + 1} to {positions.max() + 1}, expected them in order, {len(query)} at most"
-        raise DataError(f"{where}: {text}; is it of another chain?")
-    stated = np.full_like(query, UNKNOWN)
-    stated[positions] = encode(hit.query.replace("-", ""))
-    check_same_sequence(stated, query, f"{where}: the query")
 
 
 def _match_or_reason(
