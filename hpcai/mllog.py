@@ -1,6 +1,6 @@
 """The MLPerf log: ``:::MLLOG {...}`` lines for the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 to 6.1.
 
-The training loop is independent of it. An app declares its benchmark in apps/NAME/mlperf.py: the keys of settings, by their dotted
+The training loop is independent of it. An app declares its benchmark in apps/NAME/mlperf.toml: keys of settings, by their dotted
 paths in the `start` event, and the metric among those of an `evaluate` event. Sources of keys and rules: the files of
 ``hpc_3.0.0``, ``training_4.0.0``, ``training_5.0.0`` and ``training_6.1.0`` of mlcommons/logging, and mlcommons/training_policies.
 """
@@ -8,9 +8,9 @@ paths in the `start` event, and the metric among those of an `evaluate` event. S
 import json
 import math
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -95,9 +95,6 @@ def in_unit(unit: str, path: str) -> Rule:
     return value
 
 
-in_steps = partial(in_unit, "steps")
-
-
 def decay_name(setting: Lookup) -> Any:
     """Return MLPerf's name of the decay."""
     return {"steps": "multistep", "cosine": "cosine_annealing"}.get(setting("step.schedule.decay"))
@@ -147,13 +144,37 @@ DISCLOSED = (
 )
 
 
+def read_benchmarks(module: str, rules: Mapping[str, Rule]) -> dict[str, Benchmark]:
+    """Return the benchmarks of an app by name, from the TOML file beside ``module``.
+
+    A table has the fields of a benchmark. Its ``keys``, after those of the whole file, are the keys of the log, each with the
+    dotted path of a setting ("path in steps" for a length of the schedule), "computed" by ``rules``, or a constant. A key whose
+    value ends with "?" is None for runs without the setting. ``disclosed = true`` adds the keys that Training 6.1 requires.
+    """
+
+    def entry(key: str, value: Any) -> Entry:
+        if not isinstance(value, str):
+            return Entry(key, lambda setting: value)
+        path, _, unit = value.rstrip("?").partition(" in ")
+        rule = rules[key] if path == "computed" else in_unit(unit, path) if unit else path
+        return Entry(key, rule, None if value.endswith("?") else REQUIRED)
+
+    tables = tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
+    common, benchmarks = tables.pop("keys", {}), {}
+    for name, table in tables.items():
+        keys, disclosed = common | table.pop("keys"), DISCLOSED if table.pop("disclosed", False) else ()
+        goals = tuple(Goal(**goal) for goal in table.pop("goals", ()))
+        benchmarks[name] = Benchmark(name, (*(entry(*pair) for pair in keys.items()), *disclosed), goals=goals, **table)
+    return benchmarks
+
+
 def entry_value(entry: Entry, settings: Mapping[str, Any]) -> Any:
     """Return the value of ``entry`` for a run with ``settings``. Raises ConfigError if it is required and missing."""
 
     def setting(path: str) -> Any:
         value: Any = settings
         for name in path.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
+            value = value.get(name) if isinstance(value, Mapping) else value[int(name)] if isinstance(value, list) else None
         if value is None and entry.default is REQUIRED:
             raise ConfigError(f"the MLPerf log needs the setting {path} for its key {entry.key}, but this run has none; set it")
         return entry.default if value is None else value

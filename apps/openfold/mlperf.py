@@ -1,49 +1,15 @@
-"""Entries of the MLPerf log of OpenFold, beside the common ones. It imports no torch."""
+"""The MLPerf log of OpenFold: keys that are computed; mlperf.toml has all. It imports no torch."""
 
-from hpcai.mllog import Benchmark, Entry, in_steps
+from hpcai.mllog import read_benchmarks
 
-BENCHMARK = Benchmark(
-    name="openfold",
-    entries=(
-        Entry("seed", "train.seed"),
-        Entry("gradient_accumulation_steps", "step.accumulate"),
-        Entry("target_avg_lddt_ca_value", "train.target", None),
-        Entry("train_max_pdb_release_date", "data.released_until"),
-        Entry("val_min_cameo_submission_date", "data.validation_from"),
-        Entry("val_max_cameo_submission_date", "data.validation_until"),
-        Entry("val_max_sequence_length", "data.validation_residues"),
-        Entry("val_every_iters", lambda setting: setting("run.steps_per_epoch") * setting("train.evaluate_every")),
-        Entry("model_parameters_count", "run.parameters"),
-        Entry("init_checkpoint_sha256sum", "start.sha256", None),
-        Entry("train_sequence_crop_size", "features.crop"),
-        Entry("num_recycling_iters", "features.recycles"),
-        Entry("max_msa_clusters", "features.clusters"),
-        Entry("max_extra_msa", "features.extra"),
-        Entry("templates_enabled", lambda setting: setting("features.templates") > 0),
-        Entry("max_templates", "features.templates"),
-        Entry("fape_loss_weight", "objective.fape"),
-        Entry("fape_loss_backbone_weight", lambda setting: 0.5),             # as in hpcai.models.openfold.objective
-        Entry("fape_loss_sidechain_weight", lambda setting: 0.5),
-        Entry("supervised_chi_loss_weight", "objective.chi"),
-        Entry("distogram_loss_weight", "objective.distogram"),
-        Entry("masked_msa_loss_weight", "objective.masked_msa"),
-        Entry("plddt_loss_weight", "objective.plddt"),
-        Entry("opt_name", lambda setting: setting("step.optimizer").title()),
-        Entry("opt_adam_beta_1", lambda setting: setting("step.betas")[0]),
-        Entry("opt_adam_beta_2", lambda setting: setting("step.betas")[1]),
-        Entry("opt_adam_epsilon", "step.eps"),
-        Entry("opt_weight_decay", "step.weight_decay"),
-        Entry("opt_amsgrad", lambda setting: False),
-        Entry("opt_gradient_clipping", lambda setting: setting("step.clip") is not None),
-        Entry("opt_gradient_clip_norm", "step.clip", None),
-        Entry("swa_enabled", lambda setting: any(setting(f"step.ema_decay{x}") for x in ("", "_half_life", "_power")), None),
-        Entry("swa_decay_rate", "step.ema_decay", None),
-        Entry("opt_base_learning_rate", "step.lr"),
-        Entry("opt_learning_rate_warmup_init", "step.schedule.start"),
-        Entry("opt_learning_rate_warmup_steps", in_steps("step.schedule.warmup")),
-        Entry("initial_training_dataloader_type",
-            lambda setting: f"InitialTrainingDataloader{'PQ' if setting('data.order') == 'ready' else 'PT'}"),
-    ),
-    metric="lddt",
-    metric_key="eval_accuracy",
-)
+_EMA = "step.ema_decay", "step.ema_decay_half_life", "step.ema_decay_power"
+RULES = {
+    "val_every_iters": lambda setting: setting("run.steps_per_epoch") * setting("train.evaluate_every"),
+    "templates_enabled": lambda setting: setting("features.templates") > 0,
+    "opt_name": lambda setting: setting("step.optimizer").title(),
+    "opt_gradient_clipping": lambda setting: setting("step.clip") is not None,
+    "swa_enabled": lambda setting: any(setting(path) for path in _EMA),
+    "initial_training_dataloader_type":
+        lambda setting: f"InitialTrainingDataloader{'PQ' if setting('data.order') == 'ready' else 'PT'}",
+}
+BENCHMARK = read_benchmarks(__file__, RULES)["openfold"]
