@@ -383,18 +383,18 @@ def _boxes(step: Step, mesh: Mesh, frozen: Collection[str] = ()) -> list[Box]:
         "average": step.average.state(),
     }
     everyone = replica_axes(torch.empty(0), mesh)
-    found: list[Box] = []
+    boxes: list[Box] = []
     for key, value in ((f"{kind}/{name}", value) for kind, part in parts.items() for name, value in part.items()):
         if isinstance(value, FlatShard):
             shape, copies = value.view.spec.global_shape, value.replica_axes
-            found += [Box(key, shape, offsets, tensor, copies) for offsets, tensor in value.view.boxes(value.flat)]
+            boxes += [Box(key, shape, offsets, tensor, copies) for offsets, tensor in value.view.boxes(value.flat)]
         elif not hasattr(value, "shard_spec"):
-            found.append(Box(key, tuple(value.shape), (0,) * value.ndim, value, everyone))
+            boxes.append(Box(key, tuple(value.shape), (0,) * value.ndim, value, everyone))
         else:
             place, copies = shard_spec(value), replica_axes(value, mesh)
             pieces = place.boxes((0,) * value.ndim, value.shape)
-            found += [Box(key, place.global_shape, offsets, value[piece], copies) for offsets, piece in pieces]
-    return found
+            boxes += [Box(key, place.global_shape, offsets, value[piece], copies) for offsets, piece in pieces]
+    return boxes
 
 
 def _write(path: Path, text: str) -> None:

@@ -30,7 +30,7 @@ from hpcai.models.diffusion import read_folder
 from hpcai.models.llm import LLM, Tokenizer, lora
 from hpcai.models.llm.text import stop_tokens
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
-from hpcai.models.openfold.alignments import read_alignment, read_hhr
+from hpcai.models.openfold.alignments import read_alignments, read_hhr
 from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress
@@ -384,9 +384,9 @@ FOLDER = "does not exist", "the settings make it", "the weights have", "is it an
 
 Listed = partial(Reader, listed=True)
 READERS = [
-    Reader("A3M", write_bytes("hits.a3m", A3M), read_alignment),
-    Reader("A3M, gzip", write_bytes("hits.a3m.gz", gzip.compress(A3M)), read_alignment, reseal_gzip(bytes)),
-    Reader("Stockholm", write_bytes("hits.sto", STO), read_alignment),
+    Reader("A3M", write_bytes("hits.a3m", A3M), read_alignments),
+    Reader("A3M, gzip", write_bytes("hits.a3m.gz", gzip.compress(A3M)), read_alignments, reseal_gzip(bytes)),
+    Reader("Stockholm", write_bytes("hits.sto", STO), read_alignments),
     Reader("HHsearch", write_bytes("hits.hhr", HHR), read_hhr),
     Reader("mmCIF", write_chain, read_mmcif),
     Reader("safetensors", write_safetensors, CosmoFlow.load),

@@ -9,7 +9,7 @@ import pytest
 from data_prep import nifti
 from hpcai.errors import DataError
 from hpcai.gzip_file import read_decompressed
-from hpcai.models.openfold.alignments import read_alignment
+from hpcai.models.openfold.alignments import read_alignments
 from hpcai.models.openfold.structures import read_mmcif
 
 
@@ -24,7 +24,7 @@ def test_a_decompression_bomb_raises(tmp_path: Path, bomb: bytes, monkeypatch: p
     folder = tmp_path / "case"
     folder.mkdir()
     for path, read in (
-        (tmp_path / "hits.a3m.gz", read_alignment),
+        (tmp_path / "hits.a3m.gz", read_alignments),
         (tmp_path / "1abc.cif.gz", read_mmcif),
         (folder / nifti.IMAGE, lambda path: nifti.read(path.parent)),
     ):

@@ -15,11 +15,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report import document, step_time
+import hpcai.cli.report.document as document
 from hpcai.cli.report.curves import set_log_scale, smooth
 from hpcai.cli.report.document import card, run_state, table
 from hpcai.cli.report.picture import Finding
 from hpcai.cli.report.run import RunRecord
+from hpcai.cli.report.step_time import bars
 from hpcai.cli.report.theme import PALETTE, WIDTH, Plot, Theme, escape_mathtext
 from hpcai.log import flatten, format_duration, format_number, format_rate
 
@@ -217,7 +218,7 @@ def render_page(comparison: Comparison, columns: Sequence[Column], images: docum
     return document.html_page(title, [
         document.header(title, "", "", str(comparison.folder)), document.lead(_finding(comparison)), _tiles(comparison),
         _results(comparison, columns), _seeds(comparison, columns), differences, document.figure_cards(images),
-        step_time.bars(comparison.runs), document.left_out_card(comparison.left_out),
+        bars(comparison.runs), document.left_out_card(comparison.left_out),
         document.details(f"Settings of {next(iter(comparison.runs))}", f"<pre>{escape(comparison.first.settings_text)}</pre>"),
     ])  # fmt: skip
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcai import startup
-from hpcai.cli.report import step_time
 from hpcai.cli.report.picture import Finding
 from hpcai.cli.report.run import RunRecord
+from hpcai.cli.report.step_time import bars
 from hpcai.cli.report.theme import Plot
 from hpcai.log import format_bytes, format_duration, format_energy, format_number, format_rate, format_reason
 
@@ -148,7 +148,7 @@ def render_page(run: RunRecord, images: Images) -> str:
     return html_page(run.name, [
         _header(run), lead(run.finding), figure_cards(picture), _tiles(run),
         figure_cards({plot: figures for plot, figures in images.items() if plot not in picture}),
-        step_time.bars({run.name: run}), left_out_card(run.left_out),
+        bars({run.name: run}), left_out_card(run.left_out),
         details(data.title, table(data.head, data.rows, "texts" if data.text else "numbers"), data.note) if data else "",
         details("Evaluations", _results(run)), details("The run", _facts(run)), _checkpoints(run),
         details("Notes", table(("when", "step", "what"), notes) if notes else ""),

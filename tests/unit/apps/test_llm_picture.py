@@ -46,7 +46,7 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path) -> None:
     assert [label.get_text() for label in bars.get_yticklabels()] == list(CODES)
     contents.bits[1] = 2.5
     assert "takes 2.5 bits by this model, no fewer than by gzip -9 (2)." in picture.finding(contents).sentence
-    contents.names = []
+    contents.names, contents.bits = [], contents.bits[:0]
     assert "costs 0.47 nats: as uncertain as one of 1.6 equally likely ones." in picture.finding(contents).sentence
     positions, losses = curve.get_lines()[0].get_data()
     change = f"{losses[-1] - losses[0]:+.2f} from first to last positions"
@@ -55,7 +55,7 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path) -> None:
     table = picture.table(contents)
     assert table is not None and table.rows == TEXTS
     contents.counts[0] = 0
-    assert math.isnan(picture.draw(contents, LIGHT).axes[1].get_lines()[0].get_ydata()[0]), "no token, no loss"
+    assert math.isnan(picture.draw(contents, LIGHT)[1].axes[0].get_lines()[0].get_ydata()[0]), "no token, no loss"
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -91,7 +91,7 @@ def test_memory_savings_are_used_if_needed(tiny: Planner) -> None:
 def test_the_command_prints_table_and_json(
     tiny: Planner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hpcai.cli.plan.Planner", lambda *args: tiny)
+    monkeypatch.setattr("hpcai.cli.plan.planner.Planner", lambda *args: tiny)
     args = ["--gpus", "256", "512", "1026", "--ways", "1", "2", "--slower", "2"]
     plan = run_plan(capsys, "openfold", *args)
     rows = [row for table in plan["jobs"].values() for row in table]
