@@ -239,7 +239,15 @@ class Weather:
             "barotropic": 93.0 + np.interp(phi, *balanced_height(self.surface_wind)),
             "turbulence": scene.turbulence * np.sin(phi) ** 2 * self.eddies,
         }
-        self.components["cosine"], self.components["sine"] = self._waves()
+        # Heights at 1000 hPa and in quadrature: their sum with cos(x) and sin(x) tilts westward with height.
+        cosine, sine = np.zeros((2, *self.shape))
+        for sign, waves in zip((1, -1), scene.waves):
+            envelope = scene.wave_height * np.cos(phi) * np.exp(-(((sign * np.degrees(phi) - 47) / 13) ** 2))
+            for number, (amplitude, phase, tilt) in enumerate(waves, start=4):
+                angle = number * lam + (phase + tilt * phi)
+                cosine += envelope * amplitude * np.cos(angle)
+                sine -= envelope * amplitude * np.sin(angle)
+        self.components |= {"cosine": cosine, "sine": sine}
         self.rivers = [(river, *river.coordinates(grid)) for river in scene.rivers]
         for river, box, across, along in self.rivers:
             # Its geostrophic wind is the jet, sech^2 across; the wider bell brings the step back to zero.
@@ -272,18 +280,6 @@ class Weather:
         """Return the zonal-mean wind at 1000 hPa, m/s: trade winds, westerlies, polar easterlies."""
         degrees = np.degrees(np.abs(phi))
         return -6 * _bump(degrees, 14, 9) + 5 * _bump(degrees, 47, 10) - 2 * _bump(degrees, 72, 8)
-
-    def _waves(self) -> tuple[Array, Array]:
-        """Return the heights at 1000 hPa and in quadrature: their sum with cos(x) and sin(x) tilts westward with height."""
-        phi, lam = self.grid.phi, self.grid.lam
-        first, second = np.zeros((2, *self.shape))
-        for sign, waves in zip((1, -1), self.scene.waves):
-            envelope = self.scene.wave_height * np.cos(phi) * np.exp(-(((sign * np.degrees(phi) - 47) / 13) ** 2))
-            for number, (amplitude, phase, tilt) in enumerate(waves, start=4):
-                angle = number * lam + (phase + tilt * phi)
-                first += envelope * amplitude * np.cos(angle)
-                second -= envelope * amplitude * np.sin(angle)
-        return first, second
 
     def height(self, pressure: float) -> Array:
         """Return the geopotential height in m.   [H, W]"""

@@ -37,7 +37,14 @@ _nibabel = partial(import_extra, "nibabel", "reading and writing NIfTI", "unet3d
 def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[float, float, float]]:
     """Return image in HU and label [D, H, W], and the mm between voxels along D, H, W. Raises DataError for invalid files."""
     image, affine, spacing = _open(path := find(folder, IMAGE))
-    order = _axis_order(path, affine)
+    # The axes of the file that run along the body (z), from front to back (y) and from side to side (x).
+    along = np.abs(affine[:3, :3]) / np.linalg.norm(affine[:3, :3], axis=0).clip(1e-9)             # [xyz, axis of the file]
+    main = along.argmax(0)
+    _, middle, most = np.sort(along, 0)                                         # a length of 0 has no direction
+    if not np.isfinite(affine).all() or sorted(main) != [0, 1, 2] or most.min() < 0.9 or middle.max() > MAX_TILT:
+        text = f"its affine {affine[:3, :3].round(4).tolist()} is rotated or sheared against the axes of the body"
+        raise DataError(f"{path}: {text}, expected within {MAX_TILT:g}; resample it to an axis-aligned grid first")
+    order = [int(np.flatnonzero(main == axis)[0]) for axis in (2, 1, 0)]
     values = image.get_fdata(dtype=np.float32)
     if not all(np.isfinite(part).all() for part in values):
         raise DataError(f"{path}: holds NaN or infinity, expected HU of every voxel; repair it, or move the case away")
@@ -109,16 +116,6 @@ def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
     return nibabel.funcs.squeeze_image(image), affine, tuple(pixdim.tolist())
 
 
-def _axis_order(path: Path, affine: Array) -> tuple[int, int, int]:
-    """Return the axes of the file that run along the body (z), from front to back (y) and from side to side (x)."""
-    along = np.abs(affine[:3, :3]) / np.linalg.norm(affine[:3, :3], axis=0).clip(1e-9)             # [xyz, axis of the file]
-    main = along.argmax(0)
-    _, middle, most = np.sort(along, 0)                                         # a length of 0 has no direction
-    if not np.isfinite(affine).all() or sorted(main) != [0, 1, 2] or most.min() < 0.9 or middle.max() > MAX_TILT:
-        text = f"its affine {affine[:3, :3].round(4).tolist()} is rotated or sheared against the axes of the body"
-        raise DataError(f"{path}: {text}, expected within {MAX_TILT:g}; resample it to an axis-aligned grid first")
-    z, y, x = (int(np.flatnonzero(main == axis)[0]) for axis in (2, 1, 0))
-    return z, y, x
 
 
 def write(folder: Path, image: Array, label: Array, spacing: tuple[float, float, float]) -> None:

@@ -194,7 +194,10 @@ def scan_structures(sources: Sequence[Path], entities: bool) -> dict[str, Any]:
     for source in sources:
         try:
             entry = read_structure(source)
-            entity_ids = _entity_ids(source) if entities else {}
+            blocks = read_blocks(source)[0][:1] if entities else []
+            rows = [row for block in blocks for row in block.find("_entity_poly.", ["entity_id", "pdbx_strand_id"])]
+            # By the authors' name of the chain; none of a PDB file.
+            entity_ids = {author: row.str(0) for row in rows for author in "".join(row.str(1).split()).split(",")}
         except DataError as problem:
             refused.append((str(source), str(problem)))
             continue
@@ -211,13 +214,6 @@ def scan_structures(sources: Sequence[Path], entities: bool) -> dict[str, Any]:
                 "atoms": (chain.mask > 0).sum(1).tolist(), "resolved": int(chain.mask[:, chains.CA].sum()),
             })  # fmt: skip
     return {"chains": entries, "refused": refused, "notes": notes}
-
-
-def _entity_ids(path: Path) -> dict[str, str]:
-    """Return the entity number of each chain, by the authors' name; none of a PDB file."""
-    blocks, _ = read_blocks(path)
-    rows = [row for block in blocks[:1] for row in block.find("_entity_poly.", ["entity_id", "pdbx_strand_id"])]
-    return {author: row.str(0) for row in rows for author in "".join(row.str(1).split()).split(",")}
 
 
 def _scanned_chain(entry: Mapping[str, Any]) -> ScannedChain:
@@ -365,7 +361,11 @@ def _plan_templates(
 
 def convert(options: argparse.Namespace) -> command.Plan:
     source = Source.from_options(options)
-    structures, folders = _structure_paths(options.structures), _alignment_folders(options.alignments)
+    structures = _structure_paths(options.structures)
+    if not options.alignments.is_dir():
+        raise ConfigError(f"--alignments {options.alignments}: no such folder")
+    paths = sorted(path for path in options.alignments.iterdir() if path.is_dir() and not path.name.startswith("."))
+    folders = {chain_key(path.name): path / "a3m" if (path / "a3m").is_dir() else path for path in paths}
     if options.validation is None and source.validation_from <= source.released_until:
         raise ConfigError(f"--validation-from {source.validation_from}: expected after --released-until {source.released_until}")
     clusters, duplicates, validation = (_read_lines(path) for path in (options.clusters, options.duplicates, options.validation))
@@ -408,14 +408,6 @@ def convert(options: argparse.Namespace) -> command.Plan:
     label = "converted: clusters " + (f"of {options.clusters.name}" if clusters else "are equal sequences")
     jobs = [store.Job(options.out / file.split / f"{file.name}.h5", partial(convert_chains, file), CONTENTS) for file in files]
     return command.Plan(recipe, jobs, chains.header(label), label, template_jobs, refused, filtered=[*filtered.items()])
-
-
-def _alignment_folders(root: Path) -> dict[str, Path]:
-    """Return the folder of alignments of each chain."""
-    if not root.is_dir():
-        raise ConfigError(f"--alignments {root}: no such folder")
-    folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-    return {chain_key(path.name): path / "a3m" if (path / "a3m").is_dir() else path for path in folders}
 
 
 def _read_lines(path: Path | None) -> list[list[str]]:

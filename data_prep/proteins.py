@@ -486,19 +486,14 @@ def _make_member(name: str, seed: int, member: int, plan: _Plan, angle: Array, a
     for _ in range(10 if ancestor is None else 1):
         _gibbs_sweep(strict, query, np.array([1.0 if ancestor is None else rng.uniform(0.15, 0.7)]), rng)
     types, points = _pack_side_chains(query[0], angle, atoms, frames, rng)
-    return _make_chain(name, types, points, rng), _evolve_alignment(model, types, plan.kind, rows, name, rng)
-
-
-def _make_chain(name: str, types: Array, points: Array, rng: Generator) -> Chain:
-    """Return the chain as a crystal structure: its ends may be disordered, and B factors are high where it is mobile."""
-    length = len(types)
-    resolution = round(float(rng.uniform(1.2, 3.5)), 2)
+    # As in a crystal structure, the ends may be disordered, and B factors are high where the chain is mobile.
+    resolution, number = round(float(rng.uniform(1.2, 3.5)), 2), np.arange(len(types))
     ends = np.minimum(rng.geometric(0.5, 2) - 1, 4)
-    number = np.arange(length)
-    resolved = (number >= ends[0]) & (number < length - ends[1])
+    resolved = (number >= ends[0]) & (number < len(types) - ends[1])
     mask = residues.ATOM37_EXISTS[types] * resolved[:, None]
     positions = np.take_along_axis(points - points[:, 1].mean(0), residues.ATOM37_TO_14[types][..., None], 1) * mask[..., None]
     bfactors = np.maximum(12 * resolution - 6 * _burial(points[:, 1]), 5)[:, None] * mask
     sequence, release = "".join(RESTYPES[kind] for kind in types), FIRST_DAY + timedelta(int(rng.integers(RELEASE_DAYS)))
     coordinates, exists, b = (part.astype(np.float32) for part in (positions, mask, bfactors))
-    return Chain(name, sequence, types.astype(np.int64), coordinates, exists, b, resolution, release, "x-ray diffraction")
+    chain = Chain(name, sequence, types.astype(np.int64), coordinates, exists, b, resolution, release, "x-ray diffraction")
+    return chain, _evolve_alignment(model, types, plan.kind, rows, name, rng)

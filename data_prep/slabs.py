@@ -110,24 +110,20 @@ def _draw_structure(random: np.random.Generator, composition: str, size: Sequenc
     slab.symbols[swapped] = second
     slab.set_constraint(import_ase().constraints.FixAtoms(mask=slab.get_tags() > size[2] - FIXED_LAYERS))  # layer 1 is the top
     molecule_atoms = import_ase().Atoms(molecule) if len(molecule) == 1 else import_ase().build.molecule(molecule)
-    molecule_atoms.positions = (molecule_atoms.positions - molecule_atoms.positions.mean(0)) @ _random_rotation(random).T
+    four = random.standard_normal(4)
+    w, x, y, z = four / np.sqrt((four**2).sum())
+    rotation = np.array([                            # uniformly distributed, from a quaternion   [3, 3]
+        [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
+        [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
+        [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
+    ])  # fmt: skip
+    molecule_atoms.positions = (molecule_atoms.positions - molecule_atoms.positions.mean(0)) @ rotation.T
     x, y, _ = random.random(2) @ slab.cell.array[:2]
     top = slab.positions[:, 2].max() + random.uniform(*HEIGHT)
     molecule_atoms.positions += (x, y, top - molecule_atoms.positions[:, 2].min())
     molecule_atoms.set_tags(0)
     metals = f"{first}({100 * (1 - fraction):.0f}%){second}({100 * fraction:.0f}%)" if fraction else first
     return f"{metals} {facet} + {molecule}", slab, molecule_atoms
-
-
-def _random_rotation(random: np.random.Generator) -> Array:
-    """Draw a uniformly distributed rotation, from a quaternion.   [3, 3]"""
-    four = random.standard_normal(4)
-    w, x, y, z = four / np.sqrt((four**2).sum())
-    return np.array([
-        [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
-        [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
-        [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
-    ])  # fmt: skip
 
 
 def _fixed_atoms(atoms: Any) -> NDArray[np.uint8]:

@@ -83,8 +83,16 @@ def flops_per_token(cfg: Config, tokens: int, causal: bool) -> float:
 
 
 def check_memory(cfg: Config, mesh: "Mesh", available: float | None = None) -> None:
-    """Raise MeshError if a rank surely needs more than ``available`` bytes, by default those of this machine."""
-    available = _available_bytes(mesh) if available is None else available
+    """Raise MeshError if a rank surely needs more than ``available`` bytes, by default those of its GPU, or its fraction of
+    the node's free memory."""
+    if available is None and mesh.device.type == "cuda":
+        import torch
+
+        available = float(torch.cuda.mem_get_info(mesh.device)[1])
+    elif available is None:
+        from hpcai.data.readers import available_memory
+
+        available = available_memory() / (read_rank_info().local_world or 1)
     breakdown = estimate_bytes(cfg, mesh.job.size)
     if (need := sum(breakdown.values())) <= _MARGIN * available:
         return
@@ -95,17 +103,6 @@ def check_memory(cfg: Config, mesh: "Mesh", available: float | None = None) -> N
         " optimizer or weights (with several replicas), model.recompute to selective or layers, or increase step.accumulate,"
         " mesh.tensor or mesh.pipeline; --show prints the estimate at once"
     )
-
-
-def _available_bytes(mesh: "Mesh") -> float:
-    """Return the bytes available to a rank: all of its GPU, or its fraction of the node's free memory."""
-    if mesh.device.type == "cuda":
-        import torch
-
-        return float(torch.cuda.mem_get_info(mesh.device)[1])
-    from hpcai.data.readers import available_memory
-
-    return available_memory() / (read_rank_info().local_world or 1)
 
 
 def row_tokens(cfg: Config) -> int:

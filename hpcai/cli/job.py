@@ -90,7 +90,16 @@ def main(argv: Sequence[str]) -> int:
         for job_id in submit(job, text):
             print(job_id)
         return 0
-    for line in [*problems, *_hints(job)]:
+    if not job.directory.is_dir():
+        problems.append(f"the job's output goes to {job.directory}; before submitting: mkdir -p {shlex.quote(str(job.directory))}")
+    if job.settings.train.power_cap and "power" not in job.site.facts:
+        problems.append(
+            f"site {job.site.name} has no option for power: set the limit of each GPU in another way ('nvidia-smi -pl', on most "
+            "systems for root only); the run ends at its start if another limit is enforced"
+        )
+    if job.site.pbs:
+        problems.append(f"the script resubmits itself from {job.script}; keep it there")
+    for line in problems:
         print(f"hpcai job: {line}", file=sys.stderr)
     print(text, end="")
     return 0
@@ -379,20 +388,6 @@ def check_paths(job: Job) -> list[str]:
     if args.environment and not Path(args.environment).is_file():
         problems.append(f"--environment {args.environment}: there is no such file; expected an archive (docs/cluster.md)")
     return problems
-
-
-def _hints(job: Job) -> list[str]:
-    hints = []
-    if not job.directory.is_dir():
-        hints.append(f"the job's output goes to {job.directory}; before submitting: mkdir -p {shlex.quote(str(job.directory))}")
-    if job.settings.train.power_cap and "power" not in job.site.facts:
-        hints.append(
-            f"site {job.site.name} has no option for power: set the limit of each GPU in another way ('nvidia-smi -pl', on most "
-            "systems for root only); the run ends at its start if another limit is enforced"
-        )
-    if job.site.pbs:
-        hints.append(f"the script resubmits itself from {job.script}; keep it there")
-    return hints
 
 
 def submit(job: Job, text: str) -> list[str]:

@@ -49,7 +49,15 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(f"the name {name!r} is taken by {', '.join(owners)}; nothing was written; choose another name")
     write_files(root, files)
     print(f"{root}: {len(files)} new files", *files, sep="\n  ")
-    print("\nThey make data, train and pass their test as they are:", *_commands(root, name, files), sep="\n  ")
+    commands = [f"cd {shlex.quote(str(root))}"] if root != Path.cwd() else []
+    folder = Path(sys.executable).parent
+    if Path(shutil.which("python") or "").parent != folder:
+        commands.append(f"export PATH={shlex.quote(str(folder))}:$PATH")
+    if find_spec("pytest") is None:
+        commands.append("python -m pip install pytest")
+    test = next(path for path in files if path.startswith("tests/"))
+    commands += [f"{command_of(f'data_prep.{name}')} datasets/{name}", command_of_app(name), f"python -m pytest {test}"]
+    print("\nThey make data, train and pass their test as they are:", *commands, sep="\n  ")
     print(f"\nThen change them to your science; {PAGE} explains them.")
 
 
@@ -81,15 +89,3 @@ def write_files(root: Path, files: Mapping[str, str]) -> None:
         raise ConfigError(f"{error.filename or root}: {error.strerror}; nothing was written; give another --into DIR") from None
 
 
-def _commands(root: Path, name: str, files: Mapping[str, str]) -> Iterator[str]:
-    """Yield the commands that simulate, train and test, and before them those that set the folder and the Python."""
-    if root != Path.cwd():
-        yield f"cd {shlex.quote(str(root))}"
-    folder = Path(sys.executable).parent
-    if Path(shutil.which("python") or "").parent != folder:
-        yield f"export PATH={shlex.quote(str(folder))}:$PATH"
-    if find_spec("pytest") is None:
-        yield "python -m pip install pytest"
-    yield f"{command_of(f'data_prep.{name}')} datasets/{name}"
-    yield command_of_app(name)
-    yield f"python -m pytest {next(path for path in files if path.startswith('tests/'))}"

@@ -59,8 +59,15 @@ def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
     """
     matching = [launcher for launcher in _LAUNCHERS if _matches(launcher, environ)]
     if not matching:
-        alone = (_read_int(environ, "WORLD_SIZE", "no launcher") or 1) == 1
-        return SINGLE_PROCESS if alone else _read_batch_shell(environ)
+        if (_read_int(environ, "WORLD_SIZE", "no launcher") or 1) == 1:
+            return SINGLE_PROCESS
+        if environ.get("SLURM_JOB_ID"):
+            return BATCH_SHELL
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+        raise LaunchError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']}, but no {', no '.join(missing)}: each process would train a copy; start them by "
+            "srun, mpirun or torchrun, set RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each, or unset WORLD_SIZE"
+        )
     launcher = matching[0]
     if launcher.needs_step and _in_interactive_shell(environ):
         return INTERACTIVE_SHELL
@@ -98,17 +105,6 @@ def _matches(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     in_step = step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
     return all(environ.get(name) for name in (launcher.rank, *launcher.required.split())) and (in_step or not launcher.needs_step)
-
-
-def _read_batch_shell(environ: Mapping[str, str]) -> RankInfo:
-    """Return BATCH_SHELL for a Slurm script that exports WORLD_SIZE for its steps. Raises LaunchError elsewhere."""
-    if environ.get("SLURM_JOB_ID"):
-        return BATCH_SHELL
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    raise LaunchError(
-        f"WORLD_SIZE={environ['WORLD_SIZE']}, but no {', no '.join(missing)}: each process would train a copy; start them by srun, "
-        "mpirun or torchrun, set RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each, or unset WORLD_SIZE"
-    )
 
 
 def _in_interactive_shell(environ: Mapping[str, str]) -> bool:

@@ -107,6 +107,9 @@ class CompileCounts:
         (Inductor's, forward and backward), and reasons: the most frequent ones with their counts."""
         now = {name: counter - self._start[name] for name, counter in _dynamo_counters().items()}  # a Counter keeps positive counts
         before, versions = self._start["versions"], now["versions"]
+        metrics: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _dynamo_loaded() else []  # last 64
+        recent = [m for m in metrics if (getattr(m, "start_time_us", 0) or 0) / 1e6 >= self._since]
+        causes = [_shorten(re.sub(r"^\d+/\d+: ", "", why)) for m in recent if (why := getattr(m, "recompile_reason", None))]
         return {
             "graphs": int(now["stats"]["unique_graphs"]),
             "seconds": round(sum(now["seconds"].values()), 3),
@@ -115,7 +118,7 @@ class CompileCounts:
             "over_limit": sum(n + before[frame] > torch._dynamo.config.recompile_limit for frame, n in versions.items()),
             "cache_hits": now["inductor"]["fxgraph_cache_hit"],
             "cache_misses": now["inductor"]["fxgraph_cache_miss"],
-            "reasons": dict((now["breaks"] + Counter(self._recompile_reasons())).most_common(3)),
+            "reasons": dict((now["breaks"] + Counter(causes)).most_common(3)),
         }
 
     def describe(self) -> str:
@@ -127,10 +130,6 @@ class CompileCounts:
             text += f", {counts['cache_hits']} of {counts['cache_hits'] + counts['cache_misses']} parts found ready"
         return text + "".join(f"; {n} x {reason}" for reason, n in counts["reasons"].items())
 
-    def _recompile_reasons(self) -> list[str]:
-        metrics: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _dynamo_loaded() else []  # last 64
-        recent = [m for m in metrics if (getattr(m, "start_time_us", 0) or 0) / 1e6 >= self._since]
-        return [_shorten(re.sub(r"^\d+/\d+: ", "", why)) for m in recent if (why := getattr(m, "recompile_reason", None))]
 
 
 def _dynamo_loaded() -> bool:

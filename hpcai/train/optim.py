@@ -126,7 +126,14 @@ class Optimizer:
                     weight_decay=state.decay, seed=self._seed, offset=state.flat_param.offset,
                 )
             )  # fmt: skip
-        for (state, gradient), norms in zip(present, self._all_reduce_norms([state for state, _ in present], sums)):
+        if self._sharded_axes:  # sums over all ranks that hold shards of a parameter, in one all-reduce for each axis
+            self._table.zero_()
+            for (state, _), part in zip(present, sums):
+                self._table.index_copy_(0, state.table_indices, part)
+            for axis, lines in self._sharded_axes:
+                self._table.index_copy_(0, lines, all_reduce_(self._table[lines], axis))
+            sums = [self._table[state.table_indices] for state, _ in present]
+        for (state, gradient), norms in zip(present, sums):
             ratio = torch.ones_like(norms[:, 0])
             if state.flat_param.decays:
                 coefficient = cfg.trust if lars else 1.0
@@ -141,17 +148,6 @@ class Optimizer:
                 fused_optimizer.lamb_update_(
                     state.weights, state.direction, state.segments, ratio, lr=self.lr, found_inf=skip, **self._copies(state)
                 )
-
-    def _all_reduce_norms(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
-        """Sum norms of each parameter over all ranks that hold shards of it, in one all-reduce for each axis."""
-        if not self._sharded_axes:
-            return sums
-        self._table.zero_()
-        for state, part in zip(states, sums):
-            self._table.index_copy_(0, state.table_indices, part)
-        for axis, lines in self._sharded_axes:
-            self._table.index_copy_(0, lines, all_reduce_(self._table[lines], axis))
-        return [self._table[state.table_indices] for state in states]
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the master weights by parameter, in the shapes of the model, of flat parameters that are not sharded."""

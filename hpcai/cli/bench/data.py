@@ -103,7 +103,16 @@ def _direct(folder: Path, args: Any) -> list[Row]:
         offsets = [int(offset) * fetch for offset in np.random.default_rng(1).permutation(size // fetch)]
         fio_clocks, reader_clocks = [], []
         for _ in range(args.repeats):
-            fio_clocks.append(_fio(path, block, args.threads))
+            command = [
+                "fio", "--name=read", f"--filename={path}", "--rw=randread", f"--bs={block}", "--direct=1", "--ioengine=psync",
+                "--thread", f"--numjobs={args.threads}", f"--size={size}", f"--io_size={size // args.threads}",
+                "--group_reporting", "--output-format=json", "--randrepeat=0", "--allow_file_create=0",
+            ]  # fmt: skip
+            (job,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["jobs"]
+            clock = _Clock(job["read"]["io_bytes"])
+            clock.mb_s = job["read"]["bw_bytes"] / 1e6
+            clock.cpu_s_gib = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 / (clock.size / GIB)
+            fio_clocks.append(clock)
             # As in a loader: two samples are requested at a time, by threads that also read.
             reader = Reader("direct", threads=max(args.threads - 2, 1), block=block)
             with reader, ThreadPoolExecutor(2) as pool, _Clock(size) as clock:
@@ -119,21 +128,6 @@ def _direct(folder: Path, args: Any) -> list[Row]:
 
 def _read(reader: Reader, path: Path, size: int, offset: int) -> None:
     reader.fetch(path, offset, size)  # the bytes are discarded
-
-
-def _fio(path: Path, block: int, depth: int) -> Any:
-    """Run fio with ``depth`` threads, each with one read in flight."""
-    size = path.stat().st_size
-    command = [
-        "fio", "--name=read", f"--filename={path}", "--rw=randread", f"--bs={block}", "--direct=1", "--ioengine=psync", "--thread",
-        f"--numjobs={depth}", f"--size={size}", f"--io_size={size // depth}", "--group_reporting", "--output-format=json",
-        "--randrepeat=0", "--allow_file_create=0",
-    ]  # fmt: skip
-    (job,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["jobs"]
-    clock = _Clock(job["read"]["io_bytes"])
-    clock.mb_s = job["read"]["bw_bytes"] / 1e6
-    clock.cpu_s_gib = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 / (clock.size / GIB)
-    return clock
 
 
 # ---- loaders

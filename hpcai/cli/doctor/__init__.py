@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -20,39 +21,14 @@ from hpcai.cli import make_parser, tables
 from hpcai.errors import ConfigError
 from hpcai.host_limits import allowed_cpus, count_cpus
 
-DISTRIBUTION = "hpcai-suite"
 EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
 MIN_LIMIT = 5.0
 """Minimum of --limit in seconds."""
 
-# Each probe runs in its own process, which a broken library may crash
-PROBES = {
-    "torch": """
-import torch
-found = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda or torch.version.hip or "none: this build is for CPUs"}
-for i in range(torch.cuda.device_count()):
-    known = torch.cuda.get_device_properties(i)
-    found[f"GPU {i}"] = f"{known.name}, {known.total_memory / 2**30:.0f} GiB"
-if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-    found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-""", "MPI": """
-import mpi4py
-mpi4py.rc.initialize = mpi4py.rc.finalize = False
-found = {"mpi4py": mpi4py.__version__}
-from mpi4py import MPI
-found["MPI library"] = " ".join(MPI.Get_library_version().split(chr(10))[0].split()).rstrip(chr(0))
-found["MPI standard"] = ".".join(map(str, MPI.Get_version()))
-""", "HDF5": """
-import h5py
-parallel = "with MPI" if h5py.get_config().mpi else "without MPI: one process opens a file for writing"
-found = {"h5py": h5py.__version__, "HDF5": f"{h5py.version.hdf5_version}, {parallel}"}
-""",
-}
-HINTS = {
-    "torch": "install it for this machine: https://pytorch.org/get-started/locally",
-    "MPI": f"load the centre's MPI module, or pip install '{DISTRIBUTION}[mpi]'",
-    "HDF5": "pip install --force-reinstall h5py",
-}
+_TABLE = tomllib.loads(Path(__file__).with_name("probes.toml").read_text(encoding="utf-8"))
+PROBES: dict[str, str] = {name: entry["script"] for name, entry in _TABLE.items()}
+"""Each runs in its own process, which a broken library may crash."""
+HINTS: dict[str, str] = {name: entry["hint"] for name, entry in _TABLE.items()}
 LAUNCHER_VARIABLES = re.compile(
     r"SLURM_(JOB_ID|PROCID|NTASKS|LOCALID|JOB_NUM_NODES|GPUS_ON_NODE)$|P(MI|ALS)_(RANK|RANKID|SIZE)$|PMIX_RANK$"
                       r"|OMPI_COMM_WORLD_|MPI_LOCALRANKID$|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_|(CUDA|ROCR)_VISIBLE_DEVICES$|OMP_NUM")

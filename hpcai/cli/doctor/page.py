@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from hpcai.cli import findings, tables
 from hpcai.cli.doctor.findings import Finding, Report, group_ranks
 from hpcai.cli.doctor.rank_report import RankReport
-from hpcai.cli.doctor.storage import Folder
 from hpcai.dist.host import format_ranges
 from hpcai.log import format_bytes
 
@@ -40,8 +39,14 @@ def rows(report: Report) -> Iterator[tuple[str, str]]:
     yield from _network(report)
     for label, folders in (("directory", report.storage.run), ("scratch", report.storage.scratch)):
         for (path, kind), ranks in group_ranks({rank: (x.path, x.kind) for rank, x in folders.items() if x.kind}):
-            shared = label == "directory" and all(folder.seen for folder in folders.values())
-            yield label, f"{path} ({kind}): {_describe_folder([folders[rank] for rank in ranks])}{', seen by all ranks' * shared}"
+            parts = [f"{format_bytes(min(folders[rank].free for rank in ranks))} free"]
+            for name in ("write", "read"):
+                if rates := [rate for rank in ranks if (rate := getattr(folders[rank], name))]:
+                    slowest = f" on each of {len(rates)} nodes, {format_bytes(min(rates))}/s the slowest" if len(rates) > 1 else ""
+                    parts.append(f"{name} {format_bytes(statistics.median(rates))}/s{slowest}")
+            if label == "directory" and all(folder.seen for folder in folders.values()):
+                parts.append("seen by all ranks")
+            yield label, f"{path} ({kind}): {', '.join(parts)}"
     locked = "no limit" if first.locked is None else format_bytes(first.locked)
     yield "limits", f"{first.files:,} open files, locked memory {locked}, /dev/shm {format_bytes(first.shm)}"
 
@@ -75,13 +80,3 @@ def _network(report: Report) -> Iterator[tuple[str, str]]:
     if network.paces:
         rates = [pace.rate / 1e9 for pace in network.paces.values()]
         yield "pace", f"{statistics.median(rates):,.1f} GFLOP/s of a rank ({min(rates):,.1f} to {max(rates):,.1f})"
-
-
-def _describe_folder(folders: Sequence[Folder]) -> str:
-    parts = [f"{format_bytes(min(folder.free for folder in folders))} free"]
-    for name in ("write", "read"):
-        rates = [getattr(folder, name) for folder in folders if getattr(folder, name)]
-        if rates:
-            slowest = f" on each of {len(rates)} nodes, {format_bytes(min(rates))}/s the slowest" if len(rates) > 1 else ""
-            parts.append(f"{name} {format_bytes(statistics.median(rates))}/s{slowest}")
-    return ", ".join(parts)

@@ -189,7 +189,15 @@ class Planner:
     def mean_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides = ()) -> Fit:
         """Return the mean step of ``replicas``, whatever its memory."""
         if "pipeline" in self.fixed_axes(overrides):
-            return self._pipeline_step(ways, replicas, per_replica, machine, overrides)
+            # The step of the rank that finishes last, and the peak memory of any rank.
+            micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
+            total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
+            for variant, weight in self.training.step_variants.items():
+                words = (*overrides, *variant)
+                fit = _PipelineStep(self, ways, replicas, micro_batch, per_replica // micro_batch, machine, words).fit()
+                total += fit.step.scaled(weight)
+                peak, held = max(peak, fit.peak), max(held, fit.held)
+            return Fit(total, peak, overrides, held)
         depth = self.training.depth
         layers = 0 if depth is None else attrgetter(depth)(self.settings(*overrides))
         if depth is None or layers <= _MORE_LAYERS:
@@ -214,17 +222,6 @@ class Planner:
             peak, held = max(peak, record.peak), max(held, record.before)
         return Fit(total, peak, overrides, held)
 
-    def _pipeline_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides) -> Fit:
-        """Return the mean step of a pipeline on the rank that finishes last, and the peak memory of any rank."""
-        micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
-        total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
-        for variant, weight in self.training.step_variants.items():
-            cost = _PipelineStep(self, ways, replicas, micro_batch, per_replica // micro_batch, machine, (*overrides, *variant))
-            fit = cost.fit()
-            total += fit.step.scaled(weight)
-            peak, held = max(peak, fit.peak), max(held, fit.held)
-        return Fit(total, peak, overrides, held)
-
     def fit_memory(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides = ()) -> Fit:
         """Return ``mean_step`` with the first of ``memory_savings`` that fits ``machine``. Raises InfeasibleError if none does."""
         for memory_savings in self.training.memory_savings:
@@ -246,7 +243,12 @@ class Planner:
         if gpus % processes or batch % replicas:
             raise InfeasibleError(f"{gpus} GPUs, {processes} a replica: {gpus / processes:g} replicas do not divide batch {batch}")
         fit = self.fit_memory(ways, replicas, batch // replicas, machine, overrides)
-        loader = self._loader_seconds(replicas, processes, batch // replicas, fit.step.seconds)
+        prepare, workers, per_replica, loader = self.training.preparation_seconds, self.training.workers, batch // replicas, 0.0
+        if prepare is not None:
+            seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
+            queue = max_samples(workers, per_replica, 0, 1)
+            stalls = simulate_waits(seconds, fit.step.seconds, workers, queue, "ready", batch=per_replica, ranks=processes)
+            loader = float(stalls[_LOADER_WARMUP:].mean())
         samples, evaluation = self.training.samples_needed(batch), self.training.evaluation
         steps = samples / batch
         sample_seconds = self._single_gpu_seconds(gpus, batch, fit, machine, overrides)
@@ -262,15 +264,6 @@ class Planner:
             with suppress(InfeasibleError):
                 return self.fit_memory(1, 1, 1, machine, overrides).step.seconds
         return fit.step.seconds * gpus / batch
-
-    def _loader_seconds(self, replicas: int, ways: int, per_replica: int, step: float) -> float:
-        prepare, workers = self.training.preparation_seconds, self.training.workers
-        if prepare is None:
-            return 0.0
-        seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
-        queue = max_samples(workers, per_replica, 0, 1)
-        stalls = simulate_waits(seconds, step, workers, queue, "ready", batch=per_replica, ranks=ways)
-        return float(stalls[_LOADER_WARMUP:].mean())
 
     def plan_jobs(self, gpus: int, ways: Sequence[int], machine: Machine, evaluating: int = 0) -> list[Job]:
         """Return the feasible jobs on ``gpus``, fastest first: each of ``ways``, at batch sizes with known samples to the
