@@ -115,6 +115,8 @@ class Interruption:
             os.kill(os.getpid(), int(os.environ["NUMBER"]))
 if " ".join(sys.orig_argv[1:3]) == os.environ["PROGRAM"]:  # not in its children
     sys.meta_path.insert(0, Interruption())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # instead of an ignored one, as below nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 """
 SMALL = str(ROOT / "apps/cosmoflow/configs/small.yaml")
 
@@ -124,14 +126,9 @@ def interrupt_at(folder: Path, text: str, module: str, number: int = signal.SIGI
     (folder / "sitecustomize.py").write_text(SITE)
     words, path = text.split(), f"{folder}:{ROOT}"
     own = {"AT": module, "NUMBER": f"{number:d}", "PROGRAM": f"-m {words[0]}", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", *words]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child would inherit an ignored one
-    try:
-        process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=folder, env={**os.environ, **own})
-    finally:
-        signal.signal(signal.SIGINT, before)
-    output, errors = process.communicate(timeout=60)
-    return process.returncode, output, errors
+    command, environment = [sys.executable, "-m", *words], {**os.environ, **own}
+    process = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=60)
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.mark.parametrize(
