@@ -19,7 +19,7 @@ from tests.ranks.language_model import LLAMA, check_reshard, check_sharded_equal
 from tests.ranks.launch import on_ranks
 from tests.ranks.shards import Shards, gather_full, local_shards
 from tests.ranks.training import Case
-from tests.reference_data import DATA
+from tests.reference_data import DATA, load_json
 
 MESHES = [
     {"context": 2, "tensor": 2}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2}, {"replicate": 2},
@@ -68,11 +68,6 @@ def error_text(mesh: Mesh, overrides: dict[str, Any]) -> str:
     return "done"
 
 
-@pytest.mark.parametrize(("axes", "overrides", "text"), [
-    ({"tensor": 2}, {"heads": 3, "key_heads": 3, "head": 4}, "does not divide 3 heads"),
-    ({"tensor": 2}, {"heads": 6, "key_heads": 3, "head": 4}, "neither divides 3 KV heads nor is a multiple"),
-    ({"pipeline": 4}, {"layers": 1}, "pipeline: 1 blocks cannot be split into 4 stages"),
-    ({"pipeline": 4}, {"layers": 2}, "done"),  # the first and last stages have the embedding and the head
-])  # fmt: skip
+@pytest.mark.parametrize(("axes", "overrides", "text"), load_json("refused/sharded_llms"))
 def test_errors_of_sharding(axes: dict[str, int], overrides: dict[str, Any], text: str) -> None:
     assert all(text in message for message in on_ranks(axes, error_text, overrides))

@@ -14,22 +14,12 @@ import pytest
 import hpcai.train.loop  # noqa: F401  # imported once, not in every forked rank
 from tests.fork_script import fork_script
 from tests.ranks.test_launch_mpi import ROOT, mpich
+from tests.reference_data import load_json
 from tests.unit.dist.test_waiting import wait_for
 
 PROGRAM = Path(__file__).parent / "programs" / "wait.py"
 REPORT = "waiting since [0-9] s: .*"
-SILENT = "rank {late} does not answer"
-PLACES = {
-    "preparation": "rank {late} in main .ranks/programs/wait.py:",
-    "staging": SILENT,
-    "resume": f"{SILENT}.*at the checkpoint to resume from",
-    "first collective": f"{SILENT}.*rank 0 at the first collective",
-    "batch": "rank {late} at a batch of train",
-    "step": SILENT,
-    "save": f"{SILENT}.*rank 0 at the save of a checkpoint",
-    "evaluation": f"{SILENT}.*rank 0 at an evaluation",
-    "end": SILENT,
-}
+PLACES = load_json("waits")
 
 
 @pytest.mark.parametrize(("place", "late", "number", "code"), [

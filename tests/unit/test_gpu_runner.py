@@ -17,6 +17,7 @@ import pytest
 
 from tests.gpu import run
 from tests.gpu.programs import training
+from tests.reference_data import DATA
 from tests.tracked import tracked_files
 
 PASSES = "def test_it():\n    assert True\n"
@@ -263,7 +264,7 @@ def test_the_longest_kernels_of_the_slowest_step_are_measured_by_nsight(runner: 
     assert run.find_slowest(results) == ("slow", "compiled", ["grid", "triton_poi_fused_add_0", "b"])
     assert run.find_slowest({"jobs": {}}) == ("cosmoflow-batch-4", "eager", [".*"])
     program = runner.tests.parent / "ncu"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{NCU}END\n")
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{(DATA / 'settings/ncu.txt').read_text()}END\n")
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     assert runner("--part", "ncu") == 0
@@ -271,17 +272,6 @@ def test_the_longest_kernels_of_the_slowest_step_are_measured_by_nsight(runner: 
         {"kernel": "grid", "Duration us": 1501.0, "DRAM Throughput %": 81.5}, {"kernel": "b", "Duration us": 2.0}]  # fmt: skip
     program.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM - no permission'; exit 1\n")
     assert runner("--part", "ncu", "--again") == 1 and "NVGPUCTRPERM" in runner.results["jobs"]["ncu/cosmoflow-batch-4"]["why"]
-
-
-NCU = """==PROF== Connected to process 7
-"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","7","grid","GPU Speed Of Light Throughput","Duration","us","1,500.00"
-"0","7","grid","GPU Speed Of Light Throughput","DRAM Throughput","%","81.5"
-"0","7","grid","GPU Speed Of Light Throughput","SM Frequency","Ghz","1.5"
-"1","7","grid","GPU Speed Of Light Throughput","Duration","us","1,502.00"
-"2","7","b","GPU Speed Of Light Throughput","Duration","us","2.00"
-==PROF== Disconnected
-"""
 
 
 def test_checkout_and_wheels_are_smaller_than_50_mb() -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from hpcai import log
 from hpcai.errors import ConfigError, DataError, MissingExtraError
 from hpcai.log import Event, JsonLines, Reports, Terminal, read_metrics
+from tests.reference_data import DATA
 
 START = {
     "name": "small", "directory": "runs/small", "settings": {"step": {"lr": 0.01}}, "world": 2, "device": "NVIDIA H200",
@@ -137,17 +138,7 @@ EVENTS = [
                           "gpu_limits_w": [300.0, 300.0], "gpus": 8, "world": 8, "nodes_counted": 1, "nodes": 2}),
     Event("stop", 130.0, {"step": 640, "samples": 20480, "reason": "finished", "seconds": 3725.0, "target_reached": True}),
 ]
-LINES = """\
-small: 8,907,556 parameters, 2 x NVIDIA H200, 640 steps, 8 epochs of 80, global batch 32, resumed from step 110 -> runs/small
-step 120/640  epoch 1.5  loss 0.0712  mae 0.199  lr 1.0e-02  412 samples/s  ETA 0:00:40
-step 130/640  epoch 1.62  loss nan  mae 0.199  lr 1.0e-02  8.25 samples/s  ETA 0:00:51
-evaluation at step 160/640  epoch 2  mae 0.1523  2.1 s
-checkpoint at step 160/640  107 MB in 0.40 s  runs/small/checkpoints/160
-note: rank 1 [slow]
-energy: 5.3 MJ, 259.4 J a sample (GPUs 5 MJ, processors 300 kJ; counted: 8 of 8 GPUs, processors of 1 of 2 nodes; \
-GPUs limited to 300 W)
-finished, target reached at step 640/640 after 1:02:05, 20,480 samples
-"""
+LINES = (DATA / "settings/terminal.txt").read_text()
 
 
 @pytest.mark.parametrize("notebook", [False, True])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.offline import REFUSED, run_offline
+from tests.reference_data import load_json
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
@@ -19,16 +20,7 @@ print(count)
 """
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "socket.socket()",
-        "socket.socket(socket.AF_INET6)",
-        "socket.create_connection(('localhost', 1))",
-        "socket.gethostbyname('localhost')",
-        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', 'import socket; socket.socket()']))",
-    ],
-)
+@pytest.mark.parametrize("code", load_json("refused/sockets"))
 def test_a_child_that_uses_a_network_is_ended(code: str, tmp_path: Path) -> None:
     process = run_offline(f"import socket\ntry:\n    {code}\nexcept Exception:\n    pass", cwd=tmp_path, path=ROOT)
     assert process.returncode == REFUSED and "File " in process.stderr

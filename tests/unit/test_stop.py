@@ -12,8 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from hpcai import stop
+from tests.reference_data import load_json
 
 ROOT = Path(__file__).resolve().parents[2]
+CASES = load_json("interruptions")
 RUN = """
 import sys, time
 from hpcai import config, stop
@@ -35,7 +37,7 @@ config.run(config.Settings, main)
 """
 
 
-def run(sleeps: tuple[float, float, float], *states: str) -> int:
+def run(sleeps: list[float], *states: str) -> int:
     program = [sys.executable, "-c", RUN.replace("SLEEP", repr(sleeps))]
     process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
@@ -46,18 +48,8 @@ def run(sleeps: tuple[float, float, float], *states: str) -> int:
     return process.wait(30)
 
 
-@pytest.mark.parametrize(
-    ("sleeps", "states", "code"),
-    [
-        ((9, 0, 0), ["starting"], 85),
-        ((0, 9, 0), ["training"], 85),
-        ((0, 9, 0.3), ["training", "ending"], 85),
-        ((0, 0, 0.3), ["ending"], 0),
-        ((0, 0, 0), [], 0),
-    ],
-    ids=["while it starts", "while it trains", "again after the stop", "once training is over", "never"],
-)
-def test_exit_codes_after_signals(sleeps: tuple[float, float, float], states: list[str], code: int) -> None:
+@pytest.mark.parametrize(("sleeps", "states", "code"), CASES["exit codes"].values(), ids=CASES["exit codes"])
+def test_exit_codes_after_signals(sleeps: list[float], states: list[str], code: int) -> None:
     assert run(sleeps, *states) == code
 
 
@@ -131,33 +123,9 @@ def interrupt_at(folder: Path, text: str, module: str, number: int = signal.SIGI
     return process.returncode, process.stdout, process.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "module", "line"),
-    [
-        ("hpcai.cli report run", "numpy", "hpcai report: interrupted by Ctrl-C; pages that were written before are unchanged"),
-        ("hpcai.cli bench cosmoflow", "torch", "hpcai bench: interrupted by Ctrl-C"),
-        ("hpcai.cli ablate cosmoflow", "torch", "hpcai ablate: interrupted by Ctrl-C"),
-        ("hpcai.cli plan cosmoflow", "torch", "hpcai plan: interrupted by Ctrl-C"),
-        ("hpcai.cli data check run", "numpy", "hpcai data check: interrupted by Ctrl-C; nothing was left behind"),
-        ("hpcai.cli data stage a b", "numpy",
-         "hpcai data stage: interrupted by Ctrl-C; the same command keeps the files that are complete"),
-        ("hpcai.cli doctor", "importlib.metadata", "hpcai doctor: interrupted by Ctrl-C"),
-        ("hpcai.cli doctor --ranks", "torch", "hpcai doctor: interrupted by Ctrl-C"),
-        (f"hpcai.cli job cosmoflow {SMALL}", "pydantic", "hpcai job: interrupted by Ctrl-C"),
-        (f"hpcai.cli verify-resume cosmoflow {SMALL}", "torch", "hpcai verify-resume: interrupted by Ctrl-C"),
-        ("hpcai.cli replay run", "torch", "hpcai replay: interrupted by Ctrl-C"),
-        ("hpcai.cli checkpoint show run", "torch", "hpcai checkpoint: interrupted by Ctrl-C"),
-        ("hpcai.cli prepare cosmoflow simulate out", "numpy", "hpcai prepare: interrupted by Ctrl-C"),
-        ("hpcai.cli run cosmoflow small", "pydantic", "hpcai run: interrupted by Ctrl-C"),
-        (f"apps.cosmoflow {SMALL}", "pydantic", "apps.cosmoflow: interrupted by Ctrl-C"),
-        (f"apps.cosmoflow {SMALL}", "torch", "apps.cosmoflow: interrupted by Ctrl-C"),
-        ("apps.llm generate weights=x prompt=y", "torch",
-         "apps.llm.generate: interrupted by Ctrl-C; with a file of prompts, the same command continues those that are left"),
-        ("data_prep.text simulate out", "numpy", "data_prep.text: interrupted by Ctrl-C"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("command", "module", "line"), CASES["during imports"])
 def test_ctrl_c_during_imports_ends_a_command_in_one_line(tmp_path: Path, command: str, module: str, line: str) -> None:
-    assert interrupt_at(tmp_path, command, module) == (130, "", f"{line}\n")
+    assert interrupt_at(tmp_path, command.replace("SMALL", SMALL), module) == (130, "", f"{line}\n")
 
 
 @pytest.mark.parametrize(
@@ -184,16 +152,7 @@ with end_in_one_line("program", "nothing is lost"):
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "line"),
-    [
-        ("resource = Resource(); finalizer = weakref.ref(resource, swallow); del resource; time.sleep(9)", "nothing is lost"),
-        ("try: swallow()\n    except BaseException: raise ImportError('initialization failed')", "nothing is lost"),
-        ("try: swallow()\n    except BaseException as error: error.add_note('step 3'); raise", "step 3"),
-        ("os.kill(os.getpid(), signal.SIGUSR1); swallow()", "nothing is lost"),
-    ],
-    ids=["swallowed by a finalizer", "turned into another exception", "with a note", "after an ignored signal"],
-)
+@pytest.mark.parametrize(("body", "line"), CASES["bodies"].values(), ids=CASES["bodies"])
 def test_an_interruption_is_one_line_wherever_it_occurs(body: str, line: str) -> None:
     code = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + PROGRAM.format(body=body)
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)

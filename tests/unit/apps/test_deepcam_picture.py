@@ -15,6 +15,7 @@ from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.cli.report.theme import PALETTE as CLASSES
 from hpcai.errors import DataError
 from tests import report_runs
+from tests.reference_data import load_json
 
 NAMES = ["background", "tropical cyclone", "atmospheric $river"]
 SIZE = 24, 36
@@ -56,12 +57,7 @@ def test_the_page_shows_the_maps_and_their_scores(tmp_path: Path, monkeypatch: p
     run = report_runs.write_evaluated_run(tmp_path, "deepcam", "higher", *SCORES)
     text = report_runs.page_text(run)
     # Each cyclone has 4 x 4 cells, and true and predicted cells share 12: an IoU of 12 / 20.
-    for entry in ("Predicted and true maps 3 validation maps, 24 x 36 cells, north up. Outlined: true.",
-                  "All 2,592 cells of 3 maps together",
-                  "class IoU cells predicted as background predicted as tropical cyclone predicted as atmospheric $river",
-                  "background 0.9750 2,504 99.52 % 0.48 % 0.00 %", "tropical cyclone 0.6000 48 25.00 % 75.00 % 0.00 %",
-                  "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80",
-                  "unseen maps: tropical cyclone: IoU 0.6; atmospheric $river: none found. 0.30 mean IoU of tropical cyclone"):
+    for entry in load_json("settings/deepcam_page"):
         assert entry in text, entry
     assert report_runs.is_drawn(picture, run.predictions, monkeypatch)
     assert run.higher_is_better("iou_of_rain") and picture.classes(run.predictions) == NAMES

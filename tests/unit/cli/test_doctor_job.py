@@ -160,13 +160,7 @@ def test_links_are_measured_once_and_skipped_after_the_time() -> None:
 
 
 def test_a_rank_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in {
-        "proc/sys/kernel/random/boot_id": "b00t\n", "sys/devices/system/cpu/online": "0-15\n",
-        "sys/devices/system/node/node0/cpulist": "0-7\n", "sys/devices/system/node/node1/cpulist": "8-15\n",
-        "sys/class/infiniband/mlx5_0/x": "", "proc/self/cgroup": "0::/",
-        "sys/fs/cgroup/cpu.max": "15 10", "proc/driver/nvidia/version":
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12\n",
-    }.items():  # fmt: skip
+    for name, text in load_json("kernel_files").items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(rank_report.os, "sched_getaffinity", lambda pid: {6, 7, 8})

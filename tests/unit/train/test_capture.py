@@ -24,6 +24,7 @@ from hpcai.train.checkpoint_reader import Progress
 from hpcai.train.metrics import MetricSums
 from hpcai.train.step import Step
 from tests.cpu_graph import CPUGraph
+from tests.reference_data import load_json
 
 
 class Network(nn.Module):
@@ -79,12 +80,7 @@ def check_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-OPTIMIZERS = [
-    {"optimizer": "sgd", "clip": 0.5, "ema_decay": 0.9}, {"optimizer": "sgd", "lr_in_momentum": False, "momentum": 0.0},
-    {"optimizer": "adamw", "accumulate": 2, "ema_decay": 0.9}, {"optimizer": "adam", "precision": "bf16"},
-    {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "ema_decay": 0.9}, {"optimizer": "lamb", "clip": 1.0},
-    {"optimizer": "lars", "ema_decay": 0.5}, {"optimizer": "lamb", "ema_decay": 0.9},
-]  # fmt: skip
+OPTIMIZERS = load_json("captured_optimizers")
 
 
 @pytest.mark.parametrize("mode", ["forward", "whole"])

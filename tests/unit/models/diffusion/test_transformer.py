@@ -134,12 +134,7 @@ def test_unsupported_settings_are_named(case: str) -> None:
 
 
 def test_equivalent_settings_of_diffusers() -> None:
-    old = {
-        "_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0", "activation_fn": "gelu-approximate", "out_channels": 8,
-        "attention_bias": True, "cross_attention_dim": None, "norm_elementwise_affine": False, "norm_type": "ada_norm_zero",
-        "num_embeds_ada_norm": 1000, "num_vector_embeds": None, "only_cross_attention": False, "patch_size": 2, "sample_size": 32,
-        "attention_head_dim": 72, "num_attention_heads": 16, "num_layers": 28, "in_channels": 4,
-    }  # fmt: skip
+    old = load_json("diffusion/equivalent_settings")
     path = Path("config.json")
     assert from_config(old, path)[1] == DiTConfig()
     flux = {"_class_name": "FluxTransformer2DModel", "in_channels": 8, "out_channels": 8}
