@@ -62,7 +62,7 @@ $(VENV)/.torch:
 	    || { [ $(BUILD) = cpu ] \
 	         && echo "== the builds for CPUs cannot be reached: torch $(TORCH) of the package index, for GPUs (4.5 GB installed)" \
 	         && $(PIP) torch==$(TORCH); } \
-	    || { echo "torch $(TORCH) for $(BUILD) cannot be reached; leave BACKEND out for the one of the package index"; exit 2; }; \
+	    || { echo "torch $(TORCH) for $(BUILD) cannot be installed: correct the network or the proxy ($${HTTPS_PROXY:-$${https_proxy:-none}}),$(if $(BACKEND), or leave BACKEND out,) or install from a bundle (docs/install.md)"; exit 2; }; \
 	  fi; \
 	fi
 	@touch $@

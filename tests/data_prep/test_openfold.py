@@ -422,13 +422,13 @@ def test_templates_are_limited_omitted_or_absent(hit_library, tmp_path):
     (hit_library / "alignments" / "4ddd_A" / "a3m" / "pdb70_hits.hhr").unlink()
     assert convert(hit_library, tmp_path / "empty") == 0 and not (tmp_path / "empty" / "templates").exists()
     for out in (tmp_path / "none", tmp_path / "empty"):
+        assert run("check", out, "--no-picture") == 0
+        assert not check_dataset(out, Options(seconds=0)).findings
         for reader in ("auto", "direct", "buffered", "memory", "hdf5"):
             rows = Rows(out / "train", FIELDS, reader=reader)
             row = rows.read(1)
             assert row["hits"] == row["places"] == len(row["hit_row"]) == len(row["hit_sum_probs"]) == len(row["hit_places"]) == 0
             assert row["hit_places"].dtype == np.int16 and row["hit_sum_probs"].dtype == np.float32 and len(row["aatype"]) == 21
-        assert run("check", out, "--no-picture") == 0
-        assert not check_dataset(out, Options(seconds=0)).findings
 
 
 def test_invalid_templates_are_excluded(hit_library, tmp_path):
