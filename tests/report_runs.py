@@ -63,7 +63,7 @@ def is_drawn(picture: Any, data: Any, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 def subtitle(axes: Axes) -> str:
-    return next(" ".join(each.get_text().split()) for each in axes.texts if each.get_position() == (0, 1.03))
+    return next(" ".join(each.get_text().split()) for each in axes.texts if each.get_position() == (0, 6))
 
 
 def check_damaged_files(picture: Any, path: Path) -> None:

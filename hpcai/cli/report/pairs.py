@@ -51,7 +51,7 @@ def draw(pairs: Sequence[Pair], theme: Theme) -> list[Figure]:
 
 
 def _draw(pair: Pair, theme: Theme) -> Figure:
-    figure = Figure(figsize=(WIDTH, WIDTH + 0.3))
+    figure = Figure(figsize=(WIDTH, WIDTH + 0.4))
     axes = figure.subplots()
     unit, (name, constant) = f" [{pair.unit}]" if pair.unit else "", pair.baseline
     both = np.concatenate((pair.true, pair.predicted))

@@ -62,8 +62,8 @@ class Plot(NamedTuple):
 
 def panel_title(axes: Axes, title: str, details: str, theme: Theme) -> None:
     """Set a panel's title, and below it a line of details."""
-    axes.set_title(f"{title}\n", fontsize=11.5, fontweight="bold", loc="left")
-    axes.text(0, 1.03, details, transform=axes.transAxes, fontsize=8.5, color=theme.faint)
+    axes.set_title(title, fontsize=11.5, fontweight="bold", loc="left", pad=20)
+    axes.annotate(details, (0, 1), (0, 6), "axes fraction", "offset points", fontsize=8.5, color=theme.faint)
 
 
 def hide_axes(axes: Axes) -> None:

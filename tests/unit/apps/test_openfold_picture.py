@@ -107,7 +107,7 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path, theme: Any) 
     first = chains[0]
     fold, predicted, true, scores = figure.axes[:4]
     assert [axes.get_title(loc="left") for axes in figure.axes[:4]] == [
-        r"\$odd_A" + "\n", "Distances, predicted\n", "Distances, true\n", "lDDT-Cα\n"]
+        r"\$odd_A", "Distances, predicted", "Distances, true", "lDDT-Cα"]
     lddt = np.nanmean(chain["lddt"])
     assert subtitle(fold) == f"40 residues, lDDT {lddt:.1f}, GDT-TS {first.gdt_ts():.1f}, RMSD {first.rmsd():.2f} Å"
     # Both matrices have one scale. Unknown distances, and only these, are masked.
@@ -133,7 +133,7 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path, theme: Any) 
         assert line.get_color() == color and np.allclose(line.get_ydata(), chain[name], equal_nan=True, atol=1e-4)
         assert np.array_equal(line.get_xdata(), np.arange(40) + 1)
     assert subtitle(scores) == f"mean: true {lddt:.1f}, predicted (pLDDT) {chain['plddt'].mean():.1f}" and scores.get_ylim()[0] == 0
-    assert other_figure.axes[0].get_title(loc="left") == "x" * (picture.LETTERS - 1) + "…\n"
+    assert other_figure.axes[0].get_title(loc="left") == "x" * (picture.LETTERS - 1) + "…"
     labels = [label.get_text() for label in figure.legends[0].get_texts()]
     assert labels[1:5] == ["predicted, pLDDT above 90", "predicted, 70 to 90", "predicted, 50 to 70", "predicted, below 50"]
     figure.draw_without_rendering()

@@ -32,7 +32,7 @@ def test_every_sample_is_drawn_with_true_on_x_and_predicted_on_y(theme: Any, cou
     assert np.asarray(dashed.get_ydata()) == pytest.approx([constant] * 2) and dashed.get_label() == name
     mae = np.abs(samples.true / 2).mean()
     assert subtitle(axes).endswith(f"MAE {mae:.3g} ({name}: {np.abs(samples.true - constant).mean():.3g})")
-    assert axes.get_xscale() == ("asinh" if kwargs else "linear") and axes.get_title(loc="left") == "\\$odd\n"
+    assert axes.get_xscale() == ("asinh" if kwargs else "linear") and axes.get_title(loc="left") == "\\$odd"
     artists = {type(artist): artist for artist in axes.get_children()}
     if count > MAX_POINTS or kwargs:
         mesh = artists[QuadMesh]
