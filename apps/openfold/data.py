@@ -46,16 +46,9 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     drawn = Chains(train, _select_released(train, None, data.released_until), features, cfg.train.seed, templates)
     held_rows = _select_released(validation, data.validation_from, data.validation_until)
     held_rows = held_rows[validation.column("residues")[held_rows] <= (data.validation_residues or np.inf)]
-    residues, ranks = validation.column("residues"), mesh["axial"].size
-    for row in held_rows[residues[held_rows] < ranks][:1]:
-        location = f"{validation.describe(int(row))}: {residues[row]} residues for the {ranks} ranks of mesh.axial"
-        raise DataError(f"{location}; take this chain out, or set mesh.axial to {residues[row]} or less")
+    _check_lengths(validation, held_rows, mesh["axial"].size)
     uncropped = features.model_copy(update={"crop": None})
-    sampler: Sampler = Shuffled(len(drawn), cfg.train.seed)
-    if data.draw != "once":
-        weights = sampling_weights(drawn.column("residues"), drawn.column("cluster_size"))
-        sampler = Weighted(weights, data.epoch or len(drawn), cfg.train.seed, numbered=True)
-    kwargs: dict[str, Any] = {"name": "train", "sampler": sampler, "accumulate": cfg.step.accumulate}
+    kwargs: dict[str, Any] = {"name": "train", "sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate}
 
     def held_out(rows: np.ndarray, name: str) -> Loader:
         """Return a loader of uncropped chains, longest first, each assigned to the least loaded replica."""
@@ -71,6 +64,22 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
         (lambda: held_out(few, "pictures")) if len(few) else None,
     ) as loaders:
         yield loaders
+
+
+def _check_lengths(rows: Rows, selected: np.ndarray, ranks: int) -> None:
+    """Raise DataError if a full chain is too short to shard over ``ranks`` ranks."""
+    residues = rows.column("residues")
+    for row in selected[residues[selected] < ranks][:1]:
+        location = f"{rows.describe(int(row))}: {residues[row]} residues for the {ranks} ranks of mesh.axial"
+        raise DataError(f"{location}; take this chain out, or set mesh.axial to {residues[row]} or less")
+
+
+def _sampler(cfg: Config, source: "Chains") -> Sampler:
+    data, seed = cfg.data, cfg.train.seed
+    if data.draw == "once":
+        return Shuffled(len(source), seed)
+    weights = sampling_weights(source.column("residues"), source.column("cluster_size"))
+    return Weighted(weights, data.epoch or len(source), seed, numbered=True)
 
 
 def open_rows(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
