@@ -116,8 +116,6 @@ def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
     return nibabel.funcs.squeeze_image(image), affine, tuple(pixdim.tolist())
 
 
-
-
 def write(folder: Path, image: Array, label: Array, spacing: tuple[float, float, float]) -> None:
     """Write a volume in the layout of the public set: int16, axis 0 along the body from head to feet, 1 front to back, 2 from the
     right to the left."""

@@ -116,7 +116,7 @@ def _fields(ensembles: Ensembles, n: int, theme: Theme) -> Figure:
     rows = math.ceil(len(titles) / COLUMNS)
     figure = Figure(figsize=(WIDTH, 0.3 + rows * (WIDTH / COLUMNS + 0.3)))
     figure.suptitle(f"Sample {n}", x=0.01, ha="left", fontsize=11, fontweight="bold")
-    for cell, plane, title in zip(range(1, 99), planes, titles):
+    for cell, (plane, title) in enumerate(zip(planes, titles), 1):
         axes = figure.add_subplot(rows, COLUMNS, cell)
         hide_axes(axes)
         axes.imshow(plane, origin="lower", cmap=theme.values, norm=limits)

@@ -36,7 +36,7 @@ _ADVICE = {
     "stage": "the same command keeps the files that are complete",
     "report": "pages that were written before are unchanged",
 }
-"""What follows for the user if a command is interrupted; an app and a data set have their own."""
+"""Advice after an interruption, by command; apps and data sets have advice of their own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -87,5 +87,3 @@ def write_files(root: Path, files: Mapping[str, str]) -> None:
             undo.pop_all()
     except OSError as error:
         raise ConfigError(f"{error.filename or root}: {error.strerror}; nothing was written; give another --into DIR") from None
-
-

@@ -131,7 +131,6 @@ class CompileCounts:
         return text + "".join(f"; {n} x {reason}" for reason, n in counts["reasons"].items())
 
 
-
 def _dynamo_loaded() -> bool:
     return "torch._dynamo.convert_frame" in sys.modules  # otherwise nothing was compiled, and the import would take 1 s
 

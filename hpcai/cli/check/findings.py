@@ -71,6 +71,7 @@ class Options(BaseModel):
                 raise ValueError(f"range {name}={low:g}:{high:g}: expected the least value first")
         return self
 
+
 EVALUATED = ("validation", "test")
 """Splits of which each sample is used once, in batches of any size: last_batch="keep" of ``hpcai.data.Loader``."""
 

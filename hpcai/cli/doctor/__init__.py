@@ -21,7 +21,8 @@ from hpcai.cli import make_parser, tables
 from hpcai.errors import ConfigError
 from hpcai.host_limits import allowed_cpus, count_cpus
 
-EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
+EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging",
+          "wandb", "mlflow-skinny")
 MIN_LIMIT = 5.0
 """Minimum of --limit in seconds."""
 

@@ -106,4 +106,3 @@ def measure_folder(folder: Path, token: str, rank: int, seconds: float, clock: C
         return replace(result, problem=getattr(error, "strerror", None) or str(error))
     finally:
         delete_files()
-

@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.pool = nn.MaxPool3d(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Leaky ReLU is monotonic and so commutes with max-pooling: it is applied to an eighth of the cells.
+        # Leaky ReLU is monotonic and so commutes with max-pooling: it is applied to 1/8 of the cells.
         return F.leaky_relu(self.pool(self.conv(x)), NEGATIVE_SLOPE)
 
 
@@ -102,7 +102,7 @@ class CosmoFlow(PretrainedMixin):
         """Log a warning for densities and logarithms. With a whitened input, whose statistics are settings, also for redshifts in
         another order.   [N, D, H, W, C]"""
         if self.mean is not None and self.mix is not None:
-            cells = counts[:, ::2, ::2, ::2].to(self.mean).log1p()  # an eighth of them
+            cells = counts[:, ::2, ::2, ::2].to(self.mean).log1p()  # 1/8 of the cells
             white = ((cells - self.mean) @ self.mix).flatten(1, 3)
             mean, deviation = float(white.mean(1).abs().max()), float(white.std(1).max())
             if mean > MAX_MEAN or deviation > MAX_DEVIATION:
