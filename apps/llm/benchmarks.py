@@ -20,7 +20,7 @@ from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, loss, parallelize, score
-from hpcai.models.llm.load import hub_config
+from hpcai.models.llm.families import hub_config
 from hpcai.models.llm.objective import document_positions
 from hpcai.nn.lm_head import IGNORE_INDEX, LMHead
 

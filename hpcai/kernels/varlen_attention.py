@@ -24,21 +24,33 @@ _HEAD_DIMS = range(8, 257, 8)  # of FlashAttention
 _HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int | None = None) -> Tensor:
     """Return the attention of each token to its document.
 
     On a GPU a row of more than ``max_documents(T)`` documents gives NaN: their number is not known on the host, so the list of
     sequences has a fixed length, and is padded with empty ones.
 
-    ``documents``: The document of each token, integers that do not decrease along a row.
+    ``documents``: The document of each token, integers that do not decrease along a row. ``window``: The number of tokens to which
+    attention is limited, if ``supports_window``.
     Shape: q [B, H, T, D]; k and v [B, H or a divisor of it, S, D]; documents [B, S] -> [B, H, T, D]
     """
     if len(q) and q.shape[2] == k.shape[2] > 1 and not triton_support.needs_plain_ops():
         if triton_support.on_cpu(q) and not k.is_meta and documents.device.type == "cpu":
             return _per_document(q, k, v, documents)
-        if triton_support.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] in _HEAD_DIMS and _HAS_VARLEN:
-            return _packed(q, k, v, documents)
+        if _supports_packed(q):
+            return _packed(q, k, v, documents, window)
     return reference(q, k, v, documents)
+
+
+def supports_window(q: Tensor, k: Tensor) -> bool:
+    """Return whether torch's attention of sequences of variable length computes these, and has a sliding window."""
+    is_self = q.shape[2] == k.shape[2] > 1 and not triton_support.needs_plain_ops()
+    return is_self and _supports_packed(q) and "window_size" in _varlen_attn()[1]
+
+
+def _supports_packed(q: Tensor) -> bool:
+    is_narrow = q.dtype in (torch.bfloat16, torch.float16)
+    return triton_support.on_gpu(q) and is_narrow and q.shape[3] in _HEAD_DIMS and _HAS_VARLEN
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
@@ -61,11 +73,12 @@ def _per_document(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     return torch.cat(outs, 1).view(q.shape[0], q.shape[2], *outs[0].shape[2:]).transpose(1, 2)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int | None) -> Tensor:
     attention, parameters = _varlen_attn()
     tokens = q.shape[2]
     cu_seqlens, fits = _cu_seqlens(documents, len(documents) * max_documents(tokens))
-    kwargs: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in parameters else {"is_causal": True}
+    past = -1 if window is None else window - 1
+    kwargs: dict[str, Any] = {"window_size": (past, 0)} if "window_size" in parameters else {"is_causal": True}
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in parameters:
             kwargs["enable_gqa"] = True

@@ -14,7 +14,7 @@ keeps them until it is materialized; ``torch.empty`` takes no memory for them.
 
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.nn.init_trace import FILL_OPS, RANDOM_OPS, InitOp, InitTrace
-from hpcai.nn.safetensors_files import LazyTensor, open_tensors
+from hpcai.nn.safetensors_files import Lazy, open_tensors
 
 _COPY_OPS = ("clone", "_to_copy", "cat")  # by which a parameter is sharded, or gets another dtype or memory format
 _active: list["_Recorder"] = []
@@ -257,15 +257,19 @@ def _shard_ranges(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
     return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if spec is None else (tuple(spec.global_shape), spec.ranges)
 
 
-def read_on_materialize(model: nn.Module, source: str | Path, file_key: Callable[[str], str] = str) -> None:
+def read_on_materialize(
+    model: nn.Module, source: str | Path | Mapping[str, Lazy], file_key: Callable[[str], str] = str, where: str | Path | None = None
+) -> None:
     """Let ``materialize`` read the meta parameters from safetensors files, each the shard of this rank. Parameters and buffers with
     memory are read now.
 
-    ``source``: A file, or a folder with ``model.safetensors.index.json``; it may hold more tensors. ``file_key`` maps a name in the
-    model to that in the files; of a tensor with several names one is enough. Raises CheckpointError for tensors that are missing or
-    of another size, before anything is read.
+    ``source``: A file, a folder with ``model.safetensors.index.json``, or the tensors of ``where`` by name; it may hold more
+    tensors. ``file_key`` maps a name in the model to that in the files; of a tensor with several names one is enough. Raises
+    CheckpointError for tensors that are missing or of another size, before anything is read.
     """
-    stored, errors, names, matches = open_tensors(Path(source)), list[str](), dict[Tensor, list[str]](), dict[Tensor, LazyTensor]()
+    where = where or str(source)
+    stored: Mapping[str, Lazy] = source if isinstance(source, Mapping) else open_tensors(Path(source))
+    errors, names, matches = list[str](), dict[Tensor, list[str]](), dict[Tensor, Lazy]()
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(tensor, []).append(file_key(name))
     for tensor, keys in names.items():
@@ -276,7 +280,7 @@ def read_on_materialize(model: nn.Module, source: str | Path, file_key: Callable
             matches[tensor] = stored[key]
     if errors:
         more = f"; and {len(errors) - 10} more" if len(errors) > 10 else ""
-        raise CheckpointError(f"{source}: not the weights of this {type(model).__name__}: {'; '.join(errors[:10])}{more}")
+        raise CheckpointError(f"{where}: not the weights of this {type(model).__name__}: {'; '.join(errors[:10])}{more}")
     for tensor, lazy in matches.items():
         trace = InitTrace(0, lazy.size, lazy)
         if tensor.device.type == "meta":  # not ``is_meta``, which is False inside of deferred

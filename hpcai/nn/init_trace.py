@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hpcai.errors import ConfigError
 from hpcai.kernels import philox
-from hpcai.nn.safetensors_files import LazyTensor
+from hpcai.nn.safetensors_files import Lazy
 
 Box = tuple[slice, ...]
 
@@ -32,7 +32,7 @@ class InitTrace:
 
     seed: int
     size: tuple[int, ...]
-    base: Tensor | LazyTensor | None
+    base: Tensor | Lazy | None
     ops: list["InitOp"] = field(default_factory=list)
     draws: int = 0
     name: str | None = None

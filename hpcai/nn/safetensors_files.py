@@ -1,29 +1,130 @@
 """Lazy reading of tensors in safetensors files, and folders of such files with an index."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from hpcai.errors import CheckpointError
 from hpcai.json_file import check_fields, check_relative, read_object
 
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Box = tuple[slice, ...]  # one slice for each dim
+
+
+class Lazy(Protocol):
+    """A tensor of which ``tensor[box]`` reads a box."""
+
+    @property
+    def size(self) -> tuple[int, ...]: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    def __getitem__(self, box: Box) -> Tensor: ...
+
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor in a file. ``tensor[box]`` reads a box, with one slice for each dim. Raises CheckpointError."""
+    """A tensor in a file. Raises CheckpointError when a box is read that has elements which are not finite."""
 
     path: Path
     key: str
     size: tuple[int, ...]
+    dtype: str
 
-    def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
+    def __getitem__(self, box: Box) -> Tensor:
         with _open(self.path) as file:
-            return file.get_slice(self.key)[box] if self.size else file.get_tensor(self.key)
+            tensor: Tensor = file.get_slice(self.key)[box] if self.size else file.get_tensor(self.key)
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{self.path}: {self.key} has elements that are not finite; fetch or save it again")
+        return tensor
+
+
+@dataclass(frozen=True)
+class TransposedView:
+    """A tensor with its last two dims exchanged."""
+
+    base: Lazy
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (*self.base.size[:-2], self.base.size[-1], self.base.size[-2])
+
+    @property
+    def path(self) -> Path:
+        return self.base.path
+
+    def __getitem__(self, box: Box) -> Tensor:
+        return self.base[*box[:-2], box[-1], box[-2]].transpose(-1, -2)
+
+
+@dataclass(frozen=True)
+class RangeView:
+    """Elements ``begin``, ``begin + step``, ... of a tensor along ``dim``."""
+
+    base: Lazy
+    dim: int
+    begin: int
+    count: int
+    step: int = 1
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (*self.base.size[: self.dim], self.count, *self.base.size[self.dim + 1 :])
+
+    @property
+    def path(self) -> Path:
+        return self.base.path
+
+    def __getitem__(self, box: Box) -> Tensor:
+        first, last, _ = box[self.dim].indices(self.count)
+        part = slice(self.begin + first * self.step, self.begin + (last - 1) * self.step + 1)
+        tensor = self.base[*box[: self.dim], part, *box[self.dim + 1 :]]
+        return tensor[(slice(None),) * self.dim + (slice(None, None, self.step),)]
+
+
+@dataclass(frozen=True)
+class ReorderedView:
+    """A tensor whose element n in dim 0 is element ``order[n]`` of another."""
+
+    base: Lazy
+    order: tuple[int, ...]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return self.base.size
+
+    @property
+    def path(self) -> Path:
+        return self.base.path
+
+    def __getitem__(self, box: Box) -> Tensor:
+        return self.base[slice(0, len(self.order)), *box[1:]][torch.tensor(self.order[box[0]])]
+
+
+@dataclass(frozen=True)
+class StackedView:
+    """Tensors of equal size, stacked in a new dim 0."""
+
+    parts: tuple[Lazy, ...]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].size)
+
+    @property
+    def path(self) -> Path:
+        return self.parts[0].path
+
+    def __getitem__(self, box: Box) -> Tensor:
+        return torch.stack([part[box[1:]] for part in self.parts[box[0]]])
 
 
 def open_tensors(source: Path) -> dict[str, LazyTensor]:
@@ -47,6 +148,26 @@ def read_weight_map(index: Path) -> dict[str, str]:
     expected = "an index of safetensors files with a weight_map"
     with check_fields(index, expected):
         return {str(name): check_relative(file, index) for name, file in read_object(index, expected)["weight_map"].items()}
+
+
+def read_full(tensor: Lazy) -> Tensor:
+    """Read all elements."""
+    return tensor[(slice(None),) * len(tensor.size)].contiguous()
+
+
+def write_tensors(path: Path, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+    """Write a safetensors file, with one tensor at a time in memory; ``tensors`` is called twice, first for their sizes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors():
+        dtype = {value: key for key, value in _DTYPES.items()}[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in tensors():
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def save_sharded(tensors: Mapping[str, Tensor], folder: Path, name: str, max_bytes: int) -> None:
@@ -77,7 +198,8 @@ def save_sharded(tensors: Mapping[str, Tensor], folder: Path, name: str, max_byt
 
 def _list_tensors(path: Path) -> dict[str, LazyTensor]:
     with _open(path) as file:
-        return {key: LazyTensor(path, key, tuple(file.get_slice(key).get_shape())) for key in file.keys()}  # noqa: SIM118
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+    return {key: LazyTensor(path, key, tuple(each.get_shape()), each.get_dtype()) for key, each in slices.items()}
 
 
 @contextmanager

@@ -10,6 +10,7 @@ al., "Striped Attention", 2023, give the reason; this order is Llama 3's, Dubey 
 local. B batch, H heads, T tokens, D channels of a head, n the size of the axis.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +22,7 @@ from hpcai.dist.collectives import ReduceScatter, all_gather, all_reduce
 from hpcai.dist.mesh import Axis
 from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.errors import DataError
-from hpcai.kernels.grouped_query_attention import grouped_query_attention
+from hpcai.kernels.causal_attention import causal_attention
 from hpcai.parallel.axial import AxisSeam
 
 
@@ -56,24 +57,22 @@ class ContextSum(AxisSeam):
 
 
 class ContextParallelAttention(nn.Module):
-    """Causal attention of local queries to the keys and values of all ranks.
+    """Causal attention of local queries to the keys and values of all ranks, computed by ``attention`` for each chunk.
 
     Keys and values take one all-gather, and their gradients one reduce-scatter. With ``regather`` only local keys and values are
     saved, and the backward pass gathers all of them again, since saving them takes n times the memory in every layer. Set it to
     False for layers under activation checkpointing, which gathers them anyway.
 
-    ``documents``: The document of each token of the full sample; tokens attend within their document.
+    ``documents``: The document of each token of the full sample; tokens attend within their document. ``args``: Passed on.
     Shape: q [B, H, T/n, D]; k and v [B, H or a divisor of it, T/n, D]; documents [B, T] -> [B, H, T/n, D]
     """
 
-    def __init__(self, axis: Axis, regather: bool = True) -> None:
+    def __init__(self, axis: Axis, regather: bool = True, attention: Callable[..., Tensor] = causal_attention) -> None:
         super().__init__()
-        self.axis, self.regather = axis.init_group(), regather
+        self.axis, self.regather, self.local_attention = axis.init_group(), regather, attention
 
     @disable_dynamo
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler
-
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, *args: Any) -> Tensor:
         n, rank, tokens = self.axis.size, self.axis.rank, q.shape[2]
         local = torch.stack((k, v))
         if torch.is_autocast_enabled(q.device.type):  # attention with this mask would not cast, and the all-gather halves
@@ -84,11 +83,8 @@ class ContextParallelAttention(nn.Module):
         outs = []
         with gathered.drop_saved(full) if self.regather and n > 1 else nullcontext():
             for end, chunk in zip(ends, q.chunk(len(ends), 2)):
-                (keys, values), first = full[..., :end, :], end - chunk.shape[2]
-                mask: Any = causal_lower_right(chunk.shape[2], end)
-                if documents is not None:
-                    mask = (documents[:, None, first:end, None] == documents[:, None, None, :end]).tril(first)
-                outs.append(grouped_query_attention(chunk, keys, values, mask))
+                keys, values = full[..., :end, :]
+                outs.append(self.local_attention(chunk, keys, values, None if documents is None else documents[:, :end], *args))
         return torch.cat(outs, 2)
 
 

@@ -14,8 +14,9 @@ from hpcai import dist, train
 from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
+from hpcai.models.llm.families import read_config
 from hpcai.models.llm.generation import filter_logits, sample_tokens
-from hpcai.models.llm.load import read_config
+from hpcai.models.llm.load import hub_state
 from hpcai.models.llm.model import rotary_frequencies
 from hpcai.settings import StepConfig
 from tests.reference_data import DATA, load_arrays, load_json
@@ -45,7 +46,7 @@ def load_batch(case: str) -> Batch:
 
 def to_hub(case: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of parameters with the names and layouts of the files."""
-    return llm.load._to_hub(tensors, read_config(model_folder(case)))
+    return hub_state(tensors, read_config(model_folder(case)))
 
 
 def check_checksums(tensors: dict[str, Tensor], expected: dict[str, Any], tolerance: float) -> None:

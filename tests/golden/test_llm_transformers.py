@@ -18,7 +18,7 @@ from apps.llm.settings import DataConfig
 from hpcai import dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
-from hpcai.models.llm.load import _to_hub
+from hpcai.models.llm.load import hub_state
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress, export
@@ -103,7 +103,7 @@ def check_same(model: Any, peer: Any) -> None:
     F.cross_entropy(expected_logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
     llm.loss(model, Batch(ids))["loss"][0].backward()
     expected = {name: p.grad for name, p in peer.named_parameters()}
-    actual = _to_hub({name: p.grad for name, p in model.named_parameters()}, model.cfg)
+    actual = hub_state({name: p.grad for name, p in model.named_parameters()}, model.cfg)
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
         check_close(gradient, expected[name])
@@ -165,13 +165,13 @@ def test_the_reference_of_bench_llm_has_the_same_loss(kind: str, documents: str)
     assert (batch.documents is not None) == (documents == "apart")
     with patch.object(modeling_llama, "torch", torch):  # both libraries compute frequencies in float32
         peer = benchmark.peers["transformers"].build(cfg, batch)
-    keys: Any = peer.model.double().load_state_dict(_to_hub(dict(model.state_dict()), model.cfg), strict=False)
+    keys: Any = peer.model.double().load_state_dict(hub_state(dict(model.state_dict()), model.cfg), strict=False)
     assert not keys.unexpected_keys and keys.missing_keys == ["lm_head.weight"] * model.cfg.tied
     losses = [benchmark.loss(model, batch)["loss"], peer.loss(peer.model, batch)["loss"]]
     for value in losses:
         value.backward()
     torch.testing.assert_close(losses[1].double(), losses[0], rtol=1e-6, atol=0)  # the peer's cross entropy is in float32
-    gradients = _to_hub({name: p.grad for name, p in model.named_parameters()}, model.cfg)
+    gradients = hub_state({name: p.grad for name, p in model.named_parameters()}, model.cfg)
     for name, parameter in peer.model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6 * gradients[name].abs().max().item())
 

@@ -11,7 +11,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, MeshError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig
-from hpcai.models.llm.load import read_config
+from hpcai.models.llm.families import read_config
 from hpcai.nn.deferred_init import deferred, materialize
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step

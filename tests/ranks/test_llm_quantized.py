@@ -9,7 +9,7 @@ import torch
 from hpcai.dist.mesh import Mesh
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LoRAConfig
-from hpcai.models.llm.load import read_config
+from hpcai.models.llm.families import read_config
 from hpcai.nn.deferred_init import deferred
 from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import CheckpointConfig, StepConfig

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -19,10 +19,15 @@ Override = tuple[Any, str, Any]  # object, name of an attribute, temporary value
 def gather_overrides(model: LLM, pipeline: Pipeline | None = None) -> list[Override]:
     """Return the overrides that turn sequence and context parallelism off: each rank of ``tensor`` and ``context`` then computes
     all tokens of its texts, however few. For inference only. Ranks of ``context``, which have full weights, compute the same."""
-    modules = [model] + ([pipeline.stages.module(stage) for stage in pipeline.stages.local_stages] if pipeline is not None else [])
+    modules = local_modules(model, pipeline)
     overrides: list[Override] = [(part, "sequence", None) for part in sequence_parallel(model)]
     overrides += [(module, "local_tokens", Seam()) for module in modules]
-    return overrides + [(attention, "core_attention", CausalAttention()) for attention in local_attentions(model)]
+    return overrides + [(attention, "core_attention", local_attention(attention)) for attention in local_attentions(model)]
+
+
+def local_modules(model: LLM, pipeline: Pipeline | None) -> list[Any]:
+    """Return the model, and the pipeline stages of this rank."""
+    return [model] + ([pipeline.stages.module(stage) for stage in pipeline.stages.local_stages] if pipeline is not None else [])
 
 
 @contextmanager
@@ -50,6 +55,12 @@ def local_attentions(model: LLM) -> list[Attention]:
     """Return the attention modules of the layers on this rank."""
     layers: Any = model.model.layers
     return [layer.self_attn for layer in layers if not isinstance(layer, StageOutput)]
+
+
+def local_attention(attention: Attention) -> CausalAttention:
+    """Return the core attention of a rank that has all tokens."""
+    core: Any = attention.core_attention
+    return cast(CausalAttention, getattr(core, "local_attention", core))
 
 
 def active_pipeline(model: LLM, pipeline: Any) -> Pipeline | None:

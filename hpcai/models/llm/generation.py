@@ -14,16 +14,23 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.dist.collectives import get_backend
 from hpcai.dist.mesh import Axis
 from hpcai.dist.watchdog import before_destroy_process_group
 from hpcai.errors import ConfigError, DataError
+from hpcai.kernels.causal_attention import decode_attention
 from hpcai.models.llm.config import SamplingConfig
-from hpcai.models.llm.gathered import active_pipeline, gather_overrides, local_attentions, override_attributes
-from hpcai.models.llm.model import LLM, CausalAttention
+from hpcai.models.llm.gathered import (
+    active_pipeline,
+    gather_overrides,
+    local_attention,
+    local_attentions,
+    local_modules,
+    override_attributes,
+)
+from hpcai.models.llm.model import LLM, CausalAttention, depends_on_length
 from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
 from hpcai.nn.lm_head import LMHead
 from hpcai.parallel.pipeline import Pipeline
@@ -43,7 +50,7 @@ class Generation(Iterator[list[int | None]]):
         self.model, self.cfg, self.stop, self.pipeline = model, cfg, frozenset(stop), pipeline
         self.vocab_size = min(vocab_size or model.cfg.vocabulary, model.cfg.vocabulary)
         self.lengths, self.max_length = [*map(len, prompts)], max(map(len, prompts))
-        self.max_tokens = min(cfg.most, model.cfg.positions - min(self.lengths))
+        self.max_tokens = min(cfg.most, model.cfg.max_length - min(self.lengths))
         self.ended, self.emitted, self.launched = [False] * len(prompts), 0, 0
         kind = device.type  # autocast of the call of ``generate`` holds for all steps
         self._autocast: dict[str, Any] = {
@@ -69,8 +76,11 @@ class Generation(Iterator[list[int | None]]):
         size = self._span(self.max_length + self.max_tokens)
         self.cache = KVCache(self.max_length - self.positions, self.max_length, size, len({*self.lengths}) > 1 or bool(self.graph))
         self._overrides = gather_overrides(model, pipeline)
+        if depends_on_length(model.cfg.rotary):  # cached keys must have the frequencies of later queries
+            length = torch.tensor(self.max_length + self.max_tokens, device=device)
+            self._overrides += [(module, "text_length", length) for module in local_modules(model, pipeline)]
         for attention in local_attentions(model):
-            cached = _CachedAttention(self.cache)
+            cached = _CachedAttention(self.cache, local_attention(attention))
             self._overrides += [(attention, "update_cache", cached.update), (attention, "core_attention", cached)]
         _open.add(self)
 
@@ -86,7 +96,7 @@ class Generation(Iterator[list[int | None]]):
         self.emitted += 1
         tokens = [None if ended else token for token, ended in zip(host.tolist(), self.ended)]
         for row, token in enumerate(tokens):
-            if token is not None and (token in self.stop or self.lengths[row] + self.emitted >= self.model.cfg.positions):
+            if token is not None and (token in self.stop or self.lengths[row] + self.emitted >= self.model.cfg.max_length):
                 self.ended[row] = True
         return tokens
 
@@ -141,7 +151,7 @@ class Generation(Iterator[list[int | None]]):
 
     def _step(self, span: int) -> None:
         self.cache.set_span(span)
-        self._sample(self._logits(self.last_tokens, self.positions.clamp(max=self.model.cfg.positions - 1)))
+        self._sample(self._logits(self.last_tokens, self.positions.clamp(max=self.model.cfg.max_length - 1)))
         self.cache.position.add_(1)
         self.positions.add_(1)
 
@@ -200,7 +210,7 @@ def generate(
     ``graph`` is a factory of graphs in place of CUDA's. Raises DataError as ``check_prompts``, ConfigError for a stage without
     ``pipeline``.
     """
-    check_prompts(prompts, model.cfg.vocabulary, model.cfg.positions)
+    check_prompts(prompts, model.cfg.vocabulary, model.cfg.max_length)
     seeds = [seed + n for n in range(len(prompts))] if isinstance(seed, int) else seed
     return Generation(
         model, prompts, cfg or SamplingConfig(), stop, seeds, vocab_size, active_pipeline(model, pipeline), capture, graph
@@ -236,13 +246,20 @@ class KVCache:
             entries = torch.arange(span, device=self.position.device)
             self.mask = ((entries <= self.position) & (entries >= self.padding))[:, None, None]
 
+    def window_mask(self, window: int | None) -> Tensor | None:
+        """Return the mask of a sliding window, or None if attention is to all entries of the span."""
+        if window is None or window >= self.span:
+            return self.mask
+        is_near = torch.arange(self.span, device=self.position.device) > self.position - window
+        return is_near[None, None, None] if self.mask is None else self.mask & is_near
+
 
 class _CachedAttention(CausalAttention):
     """Attention of one layer with its cached keys and values: in prefill of prompts to themselves, in decode of one new token of
     each text to all of its tokens.   q [B, H, 1, D], k and v [B, H or a divisor of it, S, D] -> [B, H, 1, D]"""
 
-    def __init__(self, cache: KVCache) -> None:
-        super().__init__()
+    def __init__(self, cache: KVCache, attention: CausalAttention) -> None:
+        super().__init__(attention.window, attention.softcap)
         self.cache = cache
         self.kv: tuple[Tensor, ...] = ()
 
@@ -257,11 +274,12 @@ class _CachedAttention(CausalAttention):
             cached.index_copy_(2, self.cache.position, x)
         return tuple(cached[:, :, : self.cache.span] for cached in self.kv)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         if q.shape[2] == k.shape[2]:
-            return super().forward(q, k, v, documents)
-        grouped = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # query heads of one KV head, in place of tokens
-        return F.scaled_dot_product_attention(grouped, k, v, self.cache.mask).flatten(1, 2).unsqueeze(2)
+            return super().forward(q, k, v, documents, sinks)
+        return decode_attention(q, k, v, self.cache.window_mask(self.window), self.softcap, sinks)
 
 
 def _keep_last_token(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -6,15 +6,20 @@ nothing is computed twice.
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from hpcai.dist.mesh import Mesh
+from hpcai.dist.collectives import all_reduce
+from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import MeshError
-from hpcai.models.llm.model import LLM
-from hpcai.parallel.axial import AxisSeam
+from hpcai.models.llm.model import LLM, MLP, Attention, GatedMLP, LatentAttention
+from hpcai.nn.moe import MoE
+from hpcai.parallel.axial import AllGather, AxisSeam
 from hpcai.parallel.context import ContextParallelAttention, ContextSum, LocalChunk
 from hpcai.parallel.data_parallel import sum_gradients_over
+from hpcai.parallel.expert import expert_parallel, tensor_parallel_experts
 from hpcai.parallel.pipeline import Pipeline
+from hpcai.parallel.sharding import shard_
 from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_embedding, vocab_parallel_head
 
 
@@ -33,22 +38,44 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
         if model.model.add_positions is not None:
             model.model.add_positions.local_tokens = _LocalTokens(tensor)
         for layer in layers:
-            attention, feed = layer.self_attn, layer.mlp
-            outputs = [attention.q_proj, feed.up_proj, *([feed.gate_proj] if cfg.feed == "swiglu" else [])]
-            for linear in outputs:
-                column_parallel(linear, tensor, sequence=1)
-            for linear in (attention.k_proj, attention.v_proj):
-                column_parallel(linear, tensor, sequence=1, groups=groups)
-            for linear in (attention.o_proj, feed.down_proj):
-                row_parallel(linear, tensor, sequence=1)
+            _shard_attention(layer.self_attn, tensor, groups)
+            if isinstance(layer.mlp, MoE):
+                tensor_parallel_experts(layer.mlp, tensor, sequence=1)
+            for feed in layer.mlp.modules():
+                if isinstance(feed, GatedMLP | MLP):
+                    for linear in (feed.up_proj, *([feed.gate_proj] if isinstance(feed, GatedMLP) else [])):
+                        column_parallel(linear, tensor, sequence=1)
+                    row_parallel(feed.down_proj, tensor, sequence=1)
         vocab_parallel_head(model.lm_head, tensor, sequence=1)
         sum_gradients_over(model, tensor)
     if context.size > 1:
         model.local_tokens, model.all_reduce = LocalChunk(context, 1), ContextSum(context)
         for layer in layers:
-            layer.self_attn.core_attention = ContextParallelAttention(context, regather=cfg.recompute != "layers")
+            attention = layer.self_attn
+            attention.core_attention = ContextParallelAttention(context, cfg.recompute != "layers", attention.core_attention)
         sum_gradients_over(model, context)
+    for layer in layers if cfg.experts is not None else ():
+        if isinstance(layer.mlp, MoE):
+            expert_parallel(layer.mlp, mesh, cfg.experts.parallel)
     return model
+
+
+def _shard_attention(attention: Attention, tensor: Axis, groups: tuple[Axis, Axis] | None) -> None:
+    over, within = groups or (tensor, Axis("none"))
+    for name in ("q_proj", "q_b_proj", "kv_b_proj"):
+        if hasattr(attention, name):
+            column_parallel(getattr(attention, name), tensor, sequence=1)
+    for name in ("k_proj", "v_proj"):
+        if hasattr(attention, name):
+            column_parallel(getattr(attention, name), tensor, sequence=1, groups=groups)
+    row_parallel(attention.o_proj, tensor, sequence=1)
+    if attention.sinks is not None:
+        shard_(attention.sinks, 0, tensor)
+    if attention.qk_norm == "all":
+        attention.q_norm, attention.k_norm = _ShardedRMSNorm(attention.q_norm, tensor), _ShardedRMSNorm(attention.k_norm, over)
+        sum_gradients_over(attention.k_norm, within)
+    if isinstance(attention, LatentAttention):
+        attention.all_tokens = _AllTokens(tensor, dim=1)
 
 
 def build_pipeline(model: LLM, mesh: Mesh, **kwargs: Any) -> Pipeline | None:
@@ -58,6 +85,29 @@ def build_pipeline(model: LLM, mesh: Mesh, **kwargs: Any) -> Pipeline | None:
         return None
     first = ["model.embed_tokens", *(["model.add_positions"] if model.cfg.rotary is None else [])]
     return Pipeline(model, mesh, blocks="model.layers", first=first, last=("model.norm", "lm_head"), **kwargs)
+
+
+class _ShardedRMSNorm(nn.Module):
+    """RMS normalisation over channels that are sharded.   [..., C/n] -> [..., C/n]"""
+
+    def __init__(self, norm: Any, axis: Axis) -> None:
+        super().__init__()
+        self.axis, self.eps, self.zero_centered, self.weight = axis.init_group(), norm.eps, norm.zero_centered, norm.weight
+        shard_(self.weight, 0, axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = all_reduce(wide.square().sum(-1, keepdim=True), self.axis) / (x.shape[-1] * self.axis.size)
+        return (wide * torch.rsqrt(mean + self.eps) * (self.weight + int(self.zero_centered))).to(x.dtype)
+
+
+class _AllTokens(AllGather):
+    """Gather the tokens of all ranks; the gradient is reduce-scattered.   [B, T/n, C] -> [B, T, C]"""
+
+    sequence: int | None = 1
+
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        return x if self.sequence is None else super().forward(x, x.shape[1] * self.axis.size)
 
 
 class _LocalTokens(AxisSeam):

@@ -24,7 +24,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Record the devices on which frequencies are computed."""
     recorded, original = [], llm.rotary_frequencies
 
-    def frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None = None) -> Tensor:
+    def frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None = None, *args: Tensor | None) -> Tensor:
         recorded.append(str(device))
         return original(cfg, size, device)
 
