@@ -18,7 +18,8 @@ from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_deferred, parallelize
-from hpcai.models.llm.load import load_weights, read_settings, resolve_run
+from hpcai.models.llm.families import TRAINING_EXPERTS, TRAINING_SETTINGS
+from hpcai.models.llm.load import read_settings
 from hpcai.models.llm.tokenizer import CONTENT, Tokenizer
 from hpcai.programs import command_of
 
@@ -157,12 +158,18 @@ def complete_settings(cfg: Config) -> Config:
     the data. Raises ConfigError if a setting differs from that of the weights."""
     fields = LLMConfig.model_fields.items()
     explicit = {name: value for name, field in fields if (value := getattr(cfg.model, name)) != field.get_default()}
-    folder, free = cfg.start.weights, {"dropout", "recompute", "deviation", "positions"}
+    folder, free = cfg.start.weights, {*TRAINING_SETTINGS, "positions"}
     if folder is None:
         metadata = read_metadata(cfg.data.directory)
         defaults = {"vocabulary": metadata.vocabulary, "positions": metadata.sequence}
         return cfg.model_copy(update={"model": cfg.model.model_copy(update=defaults | explicit)})
     loaded = read_settings(folder)
+    if loaded.experts is not None and (experts := explicit.pop("experts", None)) is not None:
+        changes = {name: getattr(experts, name) for name in experts.model_fields_set}
+        for name, value in changes.items():
+            if name not in TRAINING_EXPERTS and value != getattr(loaded.experts, name):
+                raise ConfigError(f"model.experts.{name} is {value}, in {folder} it is {getattr(loaded.experts, name)}; leave it out")
+        loaded = loaded.model_copy(update={"experts": loaded.experts.model_copy(update=changes)})
     for name, value in explicit.items():
         if name not in free and value != getattr(loaded, name):
             raise ConfigError(f"model.{name} is {value}, in {folder} it is {getattr(loaded, name)}; leave it out")
@@ -170,11 +177,8 @@ def complete_settings(cfg: Config) -> Config:
 
 
 def build_model(cfg: Config, mesh: Mesh) -> LLM:
-    """Build the model on the mesh with random or loaded weights, within ``train.seeds``. No rank materializes the full model,
-    except from GPT-2's own files, which have other tensors."""
-    folder = cfg.start.weights
-    is_gpt = folder is not None and cfg.model.rotary is None and resolve_run(folder).is_dir()
-    model = parallelize(load_weights(folder, cfg.model) if folder and is_gpt else LLM(cfg.model), mesh)
-    if folder and not is_gpt:
-        load_deferred(model, folder)
+    """Build the model on the mesh with random or loaded weights, within ``train.seeds``. No rank materializes the full model."""
+    model = parallelize(LLM(cfg.model), mesh)
+    if cfg.start.weights is not None:
+        load_deferred(model, cfg.start.weights)
     return model if cfg.lora is None else adapt(model, cfg.lora)

@@ -77,7 +77,7 @@ def flops_per_token(cfg: Config, tokens: int, causal: bool) -> float:
     channel of the heads and each token attended to (Narayanan et al., SC21, appendix). NVIDIA's figures count attention in full
     until 2025, then ``causal``."""
     m = cfg.model
-    products = m.num_parameters - _embedding_parameters(cfg) + m.vocabulary * m.width
+    products = m.num_active_parameters - _embedding_parameters(cfg) + m.vocabulary * m.width
     attention = 12 * m.layers * m.heads * m.head_dim * tokens * (0.5 if causal else 1.0)
     return attention + (6 * products if cfg.lora is None else 4 * products + 6 * _adapter_parameters(cfg))
 
@@ -131,7 +131,9 @@ def _estimate_rank(cfg: Config, sizes: MeshSizes, rank: int) -> dict[str, float]
     tokens = max(cfg.data.batch // (sizes.replicate * step.accumulate), 1) * row_tokens(cfg) // sizes.context
     hidden, product = _element_bytes(cfg)
     keys = m.kv_heads * max(n // m.kv_heads, 1) - m.kv_heads  # key heads that are replicated on several ranks
-    layer = (m.num_parameters - _embedding_parameters(cfg)) / m.layers / n + 2 * keys * m.head_dim * m.width / n
+    experts = m.num_parameters - m.count_parameters(0)  # of which a rank has a part
+    layers = m.num_parameters - experts - _embedding_parameters(cfg) + experts / (m.experts.parallel if m.experts else 1)
+    layer = layers / m.layers / n + 2 * keys * m.head_dim * m.width / n
     ends = _embedding_parameters(cfg) / n if sizes.pipeline == 1 else m.vocabulary * m.width / n
     nbytes = _state_bytes(cfg, sizes, local_layers * layer + ends, trained=cfg.lora is None)
     adapters = _adapter_parameters(cfg) * local_layers / m.layers / n if cfg.lora else 0.0
@@ -219,8 +221,10 @@ def _saved_activations(cfg: Config, sizes: MeshSizes, tokens: int, recompute: st
     keys = m.kv_heads * m.head_dim * max(n // m.kv_heads, 1) // n
     saved += tokens * (product * ((2 + varlen) * m.heads * m.head_dim // n + 2 * keys) + 4 * m.heads // n)
     saved += 0 if varlen or cfg.data.documents == "joined" else product * tokens * row_tokens(cfg)  # the mask of attention
-    inner = (2 if m.feed == "swiglu" else 1) + (recompute == "none" and (trained or "down_proj" in adapted))
-    saved += inner * tokens * product * m.inner // n
+    inner = (2 if m.is_gated else 1) + (recompute == "none" and (trained or "down_proj" in adapted))
+    saved += inner * tokens * product * m.active_inner // m.layers // n
+    if m.experts is not None:  # inputs and outputs of experts, in their order
+        saved += 2 * product * tokens * m.experts.top_k * m.width
     if cfg.lora is not None and cfg.lora.dropout:  # the input of A and its dropout mask
         saved += len(adapted) * (product + 1) * m.width * local_tokens
     return saved + 2 * m.width * local_tokens * (m.dropout > 0)
@@ -230,9 +234,9 @@ def _layer_backward(cfg: Config, sizes: MeshSizes, tokens: int) -> float:
     """Return the bytes of temporary tensors in the backward pass of a layer: gradients of its hidden states, those inside a wide
     feed-forward part, or with tensor parallelism those of all tokens, which are gathered and reduced."""
     m, n, (hidden, product) = cfg.model, sizes.tensor, _element_bytes(cfg)
-    inner = product * tokens * m.inner // n
+    inner = product * tokens * m.active_inner // m.layers // n
     first = product * m.width * (tokens + m.inner) // n + inner  # in its last linear layer, with a weight gradient
-    within = 2 * inner if m.feed == "swiglu" else 0
+    within = 2 * inner if m.is_gated else 0
     gathered = 4 * product * m.width * tokens - 2 * inner if n > 1 else 0
     return hidden * m.width * tokens // n + max(first, within, gathered)
 

@@ -29,12 +29,12 @@ class PromptingConfig(Settings):
 def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
     """Return the model, sharded over ``mesh``, and its pipeline, or None without pipeline stages.
 
-    Each rank reads only its shard of the weights, except from GPT-2's own files and for pipeline stages with an adapter: these are
-    read in full, then sharded."""
+    Each rank reads only its shard of the weights, except for pipeline stages with an adapter: these are read in full, then
+    sharded."""
     import torch
 
     from hpcai.models.llm import LLM, Tokenizer, build_pipeline, load_adapter, load_deferred, merge, parallelize
-    from hpcai.models.llm.load import read_settings, resolve_run
+    from hpcai.models.llm.load import read_settings
     from hpcai.nn.deferred_init import deferred, materialize
     from hpcai.train.auto_settings import has_fast_bf16
 
@@ -42,8 +42,7 @@ def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
     use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
     placement: dict[str, Any] = {"device": mesh.device, "dtype": torch.bfloat16 if use_bf16 else torch.float32}
     is_sharded, has_stages = mesh["tensor"].size * mesh["pipeline"].size > 1, mesh["pipeline"].size > 1
-    llama_names = settings.rotary is not None or resolve_run(cfg.weights).is_file()
-    sharded_load = is_sharded and llama_names and not (has_stages and cfg.adapter is not None)
+    sharded_load = is_sharded and not (has_stages and cfg.adapter is not None)
     if sharded_load:
         with deferred():
             model = parallelize(LLM(settings), mesh)

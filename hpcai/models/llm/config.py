@@ -257,8 +257,8 @@ class LLMConfig(Settings):
         """Return whether the feed-forward layer of a layer consists of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
-    def count_parameters(self, top_k: int | None = None) -> int:
-        """Return the number of parameters; tied ones count once. ``top_k``: of so many experts in each layer, instead of all."""
+    def count_parameters(self, per_layer: int | None = None) -> int:
+        """Return the number of parameters; tied ones count once. ``per_layer``: of so many experts in a layer, instead of all."""
         c, experts = self.width, self.experts
         norm = c * (2 if self.norm == "layer" else 1)
         embeddings = (1 if self.tied else 2) * self.vocabulary * c + norm + (0 if self.rotary else self.positions * c)
@@ -267,7 +267,8 @@ class LLMConfig(Settings):
         if experts is not None:
             router = experts.count * (c + experts.bias)
             shared = self._feed_parameters(experts.shared or 0, False) + c * experts.shared_gate
-            feed += sparse * (router + shared + (top_k or experts.count) * self._feed_parameters(experts.inner, experts.bias))
+            number = experts.count if per_layer is None else per_layer
+            feed += sparse * (router + shared + number * self._feed_parameters(experts.inner, experts.bias))
         return self.layers * (self._attention_parameters() + (4 if self.norm_position == "both" else 2) * norm) + feed + embeddings
 
     @property
@@ -279,6 +280,13 @@ class LLMConfig(Settings):
     def num_active_parameters(self) -> int:
         """Number of parameters that compute a token: of experts the selected ones."""
         return self.count_parameters(self.experts and self.experts.top_k)
+
+    @property
+    def active_inner(self) -> int:
+        """Channels of feed-forward layers that compute a token, of all layers."""
+        sparse = sum(map(self.has_experts, range(self.layers)))
+        experts = self.experts.top_k * self.experts.inner + (self.experts.shared or 0) if self.experts else 0
+        return (self.layers - sparse) * self.inner + sparse * experts
 
     def _feed_parameters(self, inner: int, bias: bool) -> int:
         ups = 2 if self.is_gated else 1
@@ -301,7 +309,8 @@ class LLMConfig(Settings):
         """Return a published size, with ``changes``. Raises ConfigError, which lists the sizes, for an unknown name."""
         if name not in PRESETS:
             raise ConfigError(f"there is no language model {name!r}; expected one of {', '.join(PRESETS)}")
-        return cls(**PRESETS[name] | changes)
+        published = cls.model_validate_json(json.dumps(PRESETS[name]))
+        return cls(**{field: getattr(published, field) for field in published.model_fields_set} | changes)
 
 
 FrozenStorage = Literal["as they are", "bf16", "8bit"]

@@ -29,9 +29,9 @@ CONFIG, OURS = "config.json", "ours"  # OURS: files with the names and shapes of
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 _SCALING: dict[str, dict[str, str]] = _TABLES["scaling"]
 _IGNORED_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned"}
-_TRAINING = {"dropout", "recompute", "deviation", "z_loss"}
+TRAINING_SETTINGS = {"dropout", "recompute", "deviation", "z_loss"}
 """settings that config.json does not determine"""
-_TRAINING_EXPERTS = {"balance_loss", "z_loss", "bias_update_rate", "capacity", "parallel"}
+TRAINING_EXPERTS = {"balance_loss", "z_loss", "bias_update_rate", "capacity", "parallel"}
 
 
 @cache
@@ -156,10 +156,10 @@ def _dense_layers(config: Mapping[str, Any], key: str) -> Iterator[int]:
 def comparable(cfg: LLMConfig) -> LLMConfig:
     """Return ``cfg`` without what config.json does not determine."""
     fields = LLMConfig.model_fields
-    changes: dict[str, Any] = {name: fields[name].get_default() for name in _TRAINING}
+    changes: dict[str, Any] = {name: fields[name].get_default() for name in TRAINING_SETTINGS}
     changes |= {"head": cfg.head_dim, "key_heads": cfg.kv_heads}
     if cfg.experts is not None:
-        defaults = {name: type(cfg.experts).model_fields[name].get_default() for name in _TRAINING_EXPERTS}
+        defaults = {name: type(cfg.experts).model_fields[name].get_default() for name in TRAINING_EXPERTS}
         changes["experts"] = cfg.experts.model_copy(update=defaults)
     if cfg.rotary is None or cfg.latent is None:
         return cfg.model_copy(update=changes)
@@ -310,8 +310,8 @@ def to_hub(rule: Rule, state: Mapping[str, Tensor], cfg: LLMConfig) -> dict[str,
 
 
 def rotary_order(cfg: LLMConfig, name: str, rows: int) -> list[int]:
-    """Return the row of the file for each row here, of queries or of compressed keys in latent attention: in the file, channels of a
-    rotated pair are neighbours."""
+    """Return the row of the file for each row here, of queries or compressed keys in latent attention: in the file, the channels of
+    a rotated pair are neighbours."""
     assert cfg.latent is not None
     rope, period = cfg.latent.rope, rows if "kv_a_proj" in name else cfg.head_dim
     first = period - rope

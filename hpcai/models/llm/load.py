@@ -196,7 +196,9 @@ def _open_weights(path: Path, cfg: LLMConfig) -> dict[str, Lazy]:
     return tensors
 
 
-def _known(opened: Mapping[str, LazyTensor], prefix: str, rules: list[Rule], cfg: LLMConfig, path: Path) -> Iterator[tuple[str, Lazy]]:
+def _known(
+    opened: Mapping[str, LazyTensor], prefix: str, rules: list[Rule], cfg: LLMConfig, path: Path
+) -> Iterator[tuple[str, Lazy]]:
     """Yield the tensors of the files by their names in ``rules``. Raises CheckpointError for an unexpected tensor."""
     expected = {name for rule in rules for name in rule.theirs}
     for name, tensor in opened.items():

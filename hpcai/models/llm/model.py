@@ -61,7 +61,8 @@ class Attention(nn.Module):
         self._add_projections(cfg)
         self.o_proj = nn.Linear(cfg.heads * self.value_dim, cfg.width, cfg.has_bias("out"))
         self.sinks = nn.Parameter(torch.zeros(cfg.heads)) if cfg.sinks else None
-        self.core_attention: nn.Module = CausalAttention(cfg.layer_window(layer), cfg.attention_softcap)  # seam: context parallelism
+        # Seam: context parallelism replaces it.
+        self.core_attention: nn.Module = CausalAttention(cfg.layer_window(layer), cfg.attention_softcap)
         self.update_cache: Any = None  # seam of generation: k, v of new tokens -> k, v of all
 
     def _add_projections(self, cfg: LLMConfig) -> None:
