@@ -217,13 +217,14 @@ class Experts(nn.Module):
                 self.register_parameter(each, nn.Parameter(torch.empty(size)))
                 nn.init.uniform_(getattr(self, each), -(inputs**-0.5), inputs**-0.5)
         self.has_bias = bias
-        self.adds_output_bias = bias  # on one rank of those that sum their outputs
+        self.adds_output_bias = True  # on one rank of those that sum their outputs
 
     def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
         names = ("gate_proj", "up_proj", "down_proj")
         weights = [cast_to_autocast(getattr(self, name)) for name in names]
         biases = [cast_to_autocast(getattr(self, f"{name}_bias")) if self.has_bias else None for name in names]
-        biases[2] = biases[2] if self.adds_output_bias else None
+        if self.has_bias and not self.adds_output_bias:
+            biases[2] = biases[2] * 0.0  # not None: ranks communicate gradients as they arrive, in the same order
         x = cast_to_autocast(rows)
         if on_cpu(x) or (counts is not None and (x.dtype not in _NARROW or _grouped_mm is None)):
             sizes = [len(x) // len(weights[0])] * len(weights[0]) if counts is None else counts.tolist()

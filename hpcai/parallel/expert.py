@@ -64,7 +64,7 @@ def tensor_parallel_experts(moe: MoE, axis: Axis, sequence: int | None) -> None:
     for name, parameter in experts.named_parameters():
         if name in dims:
             shard_(parameter, dims[name], axis)
-    experts.adds_output_bias = experts.has_bias and axis.rank == 0
+    experts.adds_output_bias = axis.rank == 0
     sum_gradients_over(experts, axis)
     sum_gradients_over(moe.gate, axis)
     moe.gate.copies = axis.size
