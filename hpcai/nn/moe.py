@@ -31,7 +31,6 @@ Score = Literal["softmax", "sigmoid", "softmax_after_topk", "sinkhorn"]
 
 _SINKHORN_ROUNDS = 8
 _CPU = 1 << 18  # bytes of a chunk on a CPU
-_NARROW = (torch.bfloat16, torch.float16)
 _GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # of gpt-oss
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # public since torch 2.12
 
@@ -226,7 +225,8 @@ class Experts(nn.Module):
         if self.has_bias and not self.adds_output_bias:
             biases[2] = biases[2] * 0.0  # not None: ranks communicate gradients as they arrive, in the same order
         x = cast_to_autocast(rows)
-        if on_cpu(x) or (counts is not None and (x.dtype not in _NARROW or _grouped_mm is None)):
+        aligned = not (x.shape[-1] % 8 or self.gate_proj.shape[1] % 8)
+        if on_cpu(x) or (counts is not None and not (aligned and x.dtype == torch.bfloat16 and _grouped_mm is not None)):
             sizes = [len(x) // len(weights[0])] * len(weights[0]) if counts is None else counts.tolist()
             return _ExpertLoop.apply(x, sizes, self.activation, *weights, *biases)
         return self._together(x, counts, weights, biases)
