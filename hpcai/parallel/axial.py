@@ -73,12 +73,11 @@ class _Collective(AxisSeam):
 
     @disable_dynamo
     def begin(self, x: Tensor, *sizes: int) -> "PendingCollective":
-        collective = AsyncCollective(*self._collectives(x, *sizes))
-        return PendingCollective(_Begin.apply(x, collective), collective)
+        return begin_collective(x, AsyncCollective(*self._collectives(x, *sizes)))
 
     @disable_dynamo
     def finish(self, pending: "PendingCollective") -> Tensor:
-        return _Finish.apply(*pending)
+        return finish_collective(pending)
 
 
 class AllGather(_Collective):
@@ -186,6 +185,16 @@ class PendingCollective(NamedTuple):
 
     token: Tensor
     collective: AsyncCollective
+
+
+def begin_collective(x: Tensor, collective: AsyncCollective) -> PendingCollective:
+    """Start ``collective``; its adjoint ends where it begins."""
+    return PendingCollective(_Begin.apply(x, collective), collective)
+
+
+def finish_collective(pending: PendingCollective) -> Tensor:
+    """Return the result of ``begin_collective``; its adjoint begins where it ends."""
+    return _Finish.apply(*pending)
 
 
 class _Begin(UntransformedFunction):

@@ -1,0 +1,169 @@
+"""Expert parallelism: the experts of a mixture are sharded over replicas, and an all-to-all brings each token to its experts; and
+tensor parallelism: the inner channels of each expert are sharded.
+
+    tensor_parallel_experts(layer, mesh["tensor"], sequence=1)
+    expert_parallel(layer, mesh, 8)                        # 8 neighbouring replicas share the experts, every 8th has the same ones
+
+Lepikhin et al., "GShard", 2021. Replicas that share experts compute them for the tokens of all: their gradients are complete, and
+are summed over replicas with the same experts only. While tokens travel to their experts, the shared expert computes, in the
+backward pass too. Routing is that of one process: with a balance loss or a bias, load is counted over all ranks.
+R rows, E experts, n the ranks that share them, E' experts of a rank.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hpcai.dist.mesh import Axis, Mesh
+from hpcai.dynamo import UntransformedFunction
+from hpcai.errors import MeshError
+from hpcai.nn.moe import Exchange, Gather, MoE, RowOrder
+from hpcai.parallel.axial import AsyncCollective, AxisSeam, PendingCollective, Work, begin_collective, finish_collective
+from hpcai.parallel.batchnorm import AllReduce
+from hpcai.parallel.data_parallel import sum_gradients_over
+from hpcai.parallel.sharding import shard_
+from hpcai.parallel.tensor import ParallelSequence, ReduceOutput
+
+
+def expert_parallel(moe: MoE, mesh: Mesh, size: int) -> None:
+    """Shard the experts of ``moe``, in place, over groups of ``size`` neighbouring replicas, each with any number of experts >= 1.
+
+    Call it with size 1 as well, if there are several replicas: it also lets the router count the load of all ranks. Ranks of a
+    group call the layer equally often, also in an evaluation; with a capacity they have equal numbers of tokens. Raises MeshError
+    if the size does not divide the replicas, or is larger than the number of experts.
+    """
+    between, within = mesh.split("replicate", size, "mesh.expert")
+    total = len(moe.gate.counts)
+    if size > total:
+        raise MeshError(f"mesh.expert is {size}, but a layer has {total} experts; set mesh.expert to {total} or less")
+    if size > 1 and mesh.sizes["evaluate"]:
+        raise MeshError(f"mesh.expert is {size}, but processes of mesh.evaluate get the experts of one rank; set one of them to 0 or 1")
+    moe.gate.all_reduce = AllReduce(*(mesh[name] for name in ("replicate", "context") if mesh[name].size > 1))
+    if within.size == 1:
+        return
+    for parameter in moe.experts.parameters():
+        shard_(parameter, 0, within)
+    sum_gradients_over(moe.experts, between)
+    moe.exchange = ExpertExchange(within.init_group(), total)
+
+
+def tensor_parallel_experts(moe: MoE, axis: Axis, sequence: int | None) -> None:
+    """Shard the inner channels of the experts of ``moe`` in place. All tokens are routed on each rank, so that the gradients of the
+    router are parts of a sum, as are those of the output biases. ``sequence``: The dim along which tokens are sharded outside the
+    layer, as in ``column_parallel``. The shared expert gets its tokens as they are outside."""
+    if axis.size == 1:
+        return
+    experts = moe.experts
+    dims = {"gate_proj": 1, "up_proj": 1, "down_proj": 2, "gate_proj_bias": 1, "up_proj_bias": 1}
+    for name, parameter in experts.named_parameters():
+        if name in dims:
+            shard_(parameter, dims[name], axis)
+    experts.adds_output_bias = axis.rank == 0
+    sum_gradients_over(experts, axis)
+    sum_gradients_over(moe.gate, axis)
+    moe.gate.copies = axis.size
+    moe.gather_tokens, moe.reduce_outputs = _GatherTokens(axis.init_group(), sequence), _ReduceOutputs(axis, sequence)
+
+
+class _TokenSeam(AxisSeam):
+    def __init__(self, axis: Axis, sequence: int | None) -> None:
+        super().__init__(axis)
+        self.sequence = sequence
+
+
+class _GatherTokens(_TokenSeam):
+    """The tokens of all ranks, from their shards or as they are, whose gradients are summed.   [B, T/n, C] -> [B, T, C]"""
+
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        return _Enter.apply(x, ParallelSequence(self.axis, self.sequence))
+
+
+class _ReduceOutputs(_TokenSeam):
+    """The sum of partial outputs, or this rank's shard of it.   [B, T, C] -> [B, T/n, C]"""
+
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        return ReduceOutput.apply(x, self.axis, self.sequence)
+
+
+class _Enter(UntransformedFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: ParallelSequence) -> Tensor:
+        ctx.shard = shard
+        full = shard.all_gather(x).wait()
+        return full.view_as(full)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.shard.reduce_scatter(grad.clone(memory_format=torch.contiguous_format)).wait(), None
+
+
+class _Sent(NamedTuple):
+    """Rows on their way, and how to send the outputs back."""
+
+    rows: PendingCollective
+    sent: list[int]
+    """rows to each rank"""
+    received: list[int]
+    """rows from each rank"""
+    order: RowOrder | None
+    """the order by expert of the received rows, which are ordered by rank; None if it is the same"""
+    counts: Tensor | None
+
+
+class ExpertExchange(Exchange):
+    """An all-to-all of rows to the ranks of their experts, and back."""
+
+    def __init__(self, axis: Axis, experts: int) -> None:
+        super().__init__()
+        self.axis = axis
+        ends = [experts * rank // axis.size for rank in range(axis.size + 1)]  # as in ``shard_``
+        self.sizes = [end - begin for begin, end in zip(ends, ends[1:])]
+
+    def begin(self, rows: Tensor, order: RowOrder) -> Any:
+        n, local = self.axis.size, self.sizes[self.axis.rank]
+        if order.counts is None:  # equal numbers, of the capacity
+            capacity = len(rows) // sum(self.sizes)
+            sent, received = [capacity * size for size in self.sizes], [capacity * local] * n
+            places = torch.arange(n * local * capacity, device=rows.device).view(n, local, capacity).transpose(0, 1)
+            sorting, counts = places.reshape(-1), None
+        else:
+            by_rank = order.counts.new_empty(n * local)
+            torch_dist.all_to_all_single(by_rank, order.counts, [local] * n, self.sizes, group=self.axis.group)
+            numbers = iter(torch.cat((order.counts, by_rank)).tolist())  # the host waits for the device here
+            sent, received = ([sum(islice(numbers, size)) for size in sizes] for sizes in (self.sizes, [local] * n))
+            experts = torch.arange(local, device=rows.device).repeat(n)
+            sorting = experts.repeat_interleave(by_rank, output_size=sum(received)).argsort(stable=True)
+            counts = by_rank.view(n, local).sum(0)
+        by_expert = None
+        if local > 1:
+            inverse = torch.empty_like(sorting).scatter_(0, sorting, torch.arange(len(sorting), device=rows.device))
+            by_expert = RowOrder(sorting, inverse[:, None], counts)
+        return _Sent(begin_collective(rows, self._collective(sent, received)), sent, received, by_expert, counts)
+
+    def finish(self, pending: _Sent) -> tuple[Tensor, Tensor | None]:
+        rows = finish_collective(pending.rows)
+        return rows if pending.order is None else Gather.apply(rows, pending.order), pending.counts
+
+    def give_back(self, outputs: Tensor, pending: _Sent) -> Tensor:
+        if (order := pending.order) is not None:
+            outputs = Gather.apply(outputs, RowOrder(order.rows[:, 0], order.tokens[:, None], None))
+        return finish_collective(begin_collective(outputs, self._collective(pending.received, pending.sent)))
+
+    def _collective(self, sent: list[int], received: list[int]) -> AsyncCollective:
+        start = partial(_start_all_to_all, self.axis)
+        return AsyncCollective(partial(start, sent, received), partial(start, received, sent))
+
+
+def _start_all_to_all(axis: Axis, sent: Sequence[int], received: Sequence[int], rows: Tensor) -> Work:
+    """Start to send the first ``sent[0]`` rows to rank 0, the next to rank 1, and so on.   [R, C] -> [sum of ``received``, C]"""
+    rows = rows.contiguous()
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    work = torch_dist.all_to_all_single(output, rows, list(received), list(sent), group=axis.group, async_op=True)
+    return Work(work, axis, rows, lambda: output)

@@ -1,0 +1,77 @@
+"""Mixture-of-experts layers of transformers and ours have equal outputs and gradients, in float64."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.nn.moe import Experts, MoE, Router
+
+_WHY = "transformers is not installed: mixture-of-experts layers are NOT compared with it; pip install hpcai-suite[peers]"
+transformers: Any = pytest.importorskip("transformers", reason=_WHY)
+
+C, I, E, K = 16, 24, 8, 3
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {  # configuration, layer, its settings, those of the router
+    "mixtral": ("MixtralConfig", "MixtralSparseMoeBlock", {"num_local_experts": E, "intermediate_size": I}, {}),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeSparseMoeBlock",
+                  {"num_experts": E, "moe_intermediate_size": I, "shared_expert_intermediate_size": 20}, {"normalize": False}),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3MoE", {"n_routed_experts": E, "moe_intermediate_size": I, "n_group": 4,
+                    "topk_group": 2, "routed_scaling_factor": 2.5},
+                    {"score": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "correction": True}),
+    "gpt_oss": ("GptOssConfig", "GptOssMLP", {"num_local_experts": E, "intermediate_size": I},
+                {"score": "softmax_after_topk", "bias": True}),
+}  # fmt: skip
+
+
+@contextmanager
+def in_float64(module: Any) -> Iterator[None]:
+    """Have ``module`` compute routing in float64 instead of float32."""
+    dtypes = {"float32": torch.float64, "float": torch.float64}
+    with patch.object(module, "torch", SimpleNamespace(**vars(torch) | dtypes)), patch.object(Tensor, "float", Tensor.double):
+        yield
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_equal_those_of_transformers(family: str, quiet_hugging_face: None) -> None:
+    config, layer, settings, routing = FAMILIES[family]
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    torch.manual_seed(0)
+    theirs = getattr(module, layer)(getattr(transformers, config)(hidden_size=C, num_experts_per_tok=K, **settings)).double()
+    for tensor in (*theirs.parameters(), *theirs.buffers()):
+        nn.init.normal_(tensor, std=0.5)
+    is_gpt_oss = family == "gpt_oss"
+    experts = Experts(C, I, E, bias=is_gpt_oss, activation="clipped_swiglu" if is_gpt_oss else "swiglu")
+    shared = getattr(theirs, "shared_expert", None) or getattr(theirs, "shared_experts", None)
+    ours = MoE(Router(C, E, K, **routing), experts, shared, getattr(theirs, "shared_expert_gate", None)).double()
+
+    def convert(tensors: dict[str, Any]) -> dict[str, Tensor]:
+        """Return tensors of our names, split as ours, from those of transformers."""
+        result = {}
+        for name, x in tensors.items():
+            name = name.replace("router.", "gate.").replace("shared_experts.", "shared_expert.")
+            if name.startswith("experts.") and is_gpt_oss and x.ndim == 3:
+                x = x.mT
+            if "experts.gate_up" in name:
+                result |= zip((name.replace("gate_up", part) for part in ("gate", "up")), (x[:, ::2], x[:, 1::2]) if is_gpt_oss else x.chunk(2, 1))
+            else:
+                result[name] = x
+        return result
+
+    ours.load_state_dict(convert(theirs.state_dict()))
+    a, b = (x.requires_grad_() for x in torch.randn(2, 7, C).double().expand(2, 2, 7, C).clone())
+    with in_float64(module):
+        expected = theirs(a)
+    expected, actual = expected[0] if is_gpt_oss else expected, ours(b)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    parameters = dict(theirs.named_parameters())
+    grads = torch.autograd.grad(expected.sin().sum(), [a, *parameters.values()])
+    grad, *rest = torch.autograd.grad(actual.sin().sum(), [b, *ours.parameters()])
+    torch.testing.assert_close(grad, grads[0], rtol=0, atol=1e-12)
+    wanted = convert(dict(zip(parameters, grads[1:])))
+    torch.testing.assert_close(dict(zip(dict(ours.named_parameters()), rest)), wanted, rtol=0, atol=1e-12)

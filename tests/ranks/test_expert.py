@@ -1,0 +1,155 @@
+"""Expert parallelism, also with tensor parallelism: mixtures of experts train, and are checkpointed, as on one process."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.dist.collectives import all_reduce
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
+from hpcai.nn.deferred_init import deferred
+from hpcai.nn.moe import Experts, MoE, Router
+from hpcai.parallel import expert
+from hpcai.parallel.data_parallel import sum_gradients_over
+from hpcai.parallel.expert import expert_parallel, tensor_parallel_experts
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.ranks import training
+from tests.ranks.launch import on_ranks
+from tests.ranks.training import STEPS, Case
+
+C, I, E, ROWS, TOKENS = 8, 12, 6, 8, 4
+
+
+class Feed(nn.Linear):
+    """A shared expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+def build_layer(kind: str) -> MoE:
+    """Build a layer with the routing of a family of models, with a capacity, or with a router that takes two experts for all."""
+    balance: dict[str, Any] = {"balance_loss": 0.3, "z_loss": 0.02}
+    router, capacity, settings = Router(C, E, 2, **balance), None, dict[str, Any]()
+    if kind == "deepseek":
+        router = Router(C, E, 2, score="sigmoid", groups=3, top_groups=2, scale=1.5, correction=True, bias_update_rate=0.05)
+    elif kind == "gpt-oss":
+        router = Router(C, E, 2, score="softmax_after_topk", bias=True, **balance)
+        settings = {"bias": True, "activation": "clipped_swiglu"}
+    elif kind == "capacity":
+        router, capacity, settings = Router(C, E, 2, z_loss=0.02), 0.75, {"bias": True}
+    elif kind == "collapsed":
+        router = Router(C, E, 2, bias=True, **balance)
+    layer = MoE(router, Experts(C, I, E, **settings), Feed(C, C), nn.Linear(C, 1, bias=False), capacity)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    if kind == "collapsed":
+        with torch.no_grad():
+            router.bias.copy_(torch.tensor([9.0, 8.0, 0.0, 0.0, 0.0, 0.0]))  # type: ignore[union-attr]
+    return layer
+
+
+class Network(nn.Module):
+    """Two layers. With ``sequence`` each rank of the tensor axis has its share of the tokens between them."""
+
+    def __init__(self, mesh: Mesh, kind: str, sequence: bool) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(C, C), nn.ModuleList(build_layer(kind) for _ in range(2))
+        self.axis, self.sequence = mesh["tensor"], sequence and mesh["tensor"].size > 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.chunk(self.axis.size, 1)[self.axis.rank] if self.sequence else x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def loss(model: Network, x: Tensor) -> dict[str, Any]:
+    total = model(x).square().sum()
+    if model.sequence:
+        total = all_reduce(total, model.axis, identity_backward=True)
+    return {"loss": (total, torch.tensor(x.numel() // C))}
+
+
+def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
+    """Build a step. A case: the model; on several ranks the expert parallelism, "how", and "sequence" for that of tokens; with
+    "micro", a process has as many micro-batches as there would be replicas."""
+    replicas, sequence = mesh["replicate"].size, case["model"] != "gpt-oss"
+    with deferred(seed):
+        model = Network(mesh, case["model"], sequence)
+        for layer in model.layers:
+            tensor_parallel_experts(layer, mesh["tensor"], 1 if sequence else None)
+            expert_parallel(layer, mesh, min(case.get("expert", 1), replicas))
+    if model.sequence:
+        sum_gradients_over(model, mesh["tensor"])
+    settings: dict[str, Any] = {"precision": "fp64", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9, "eps": 1e-5, "capture": "none"}
+    settings |= {name: case[name] for name in ("optimizer", "shard") if name in case}
+    micros = 4 // replicas if case["model"] in ("deepseek", "capacity") else 1
+    return Step(model, loss, StepConfig(**settings, accumulate=micros), mesh)
+
+
+def batches(mesh: Mesh, case: Case, first: int = 0, steps: int = STEPS) -> list[Tensor]:
+    axis = mesh["replicate"]
+    draws = [torch.randn(ROWS, TOKENS, C, generator=torch.Generator().manual_seed(i)).double() for i in range(first, first + steps)]
+    return [x.chunk(axis.size)[axis.rank] for x in draws]
+
+
+def cases(size: int, *kinds: str, **settings: Any) -> list[Case]:
+    return [{"model": kind, "expert": size, **settings} for kind in kinds]
+
+
+KINDS = ("mixtral", "deepseek", "gpt-oss", "collapsed")
+
+
+@pytest.mark.parametrize(("axes", "cases"), [
+    ({"replicate": 2}, cases(2, *KINDS) + cases(1, "mixtral", "deepseek")),
+    ({"replicate": 4}, cases(4, *KINDS, "capacity") + cases(2, *KINDS, "capacity") + cases(2, "gpt-oss", shard="optimizer")
+     + cases(2, "mixtral", optimizer="lamb")),
+    ({"tensor": 2}, cases(1, *KINDS)),
+    ({"replicate": 2, "tensor": 2}, cases(2, *KINDS) + cases(1, "gpt-oss")),
+], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
+def test_sharded_equals_unsharded(axes: dict[str, int], cases: list[Case]) -> None:
+    """The tensor axis shards tokens between layers, but not those of gpt-oss."""
+    training.check_sharded_equals_full(axes, cases, new_step, batches, (), tolerance=1e-12)
+
+
+def test_a_checkpoint_resumes_with_another_number_of_expert_ranks(tmp_path: Path) -> None:
+    layouts: list[Any] = [({}, {}), ({"replicate": 4}, {"expert": 4}), ({"replicate": 4}, {"expert": 2, "shard": "optimizer"}),
+                          ({"replicate": 2, "tensor": 2}, {"expert": 2})]  # fmt: skip
+    with_model = [(axes, {"model": "deepseek", **case}) for axes, case in layouts]
+    training.check_reshard(with_model, tmp_path, new_step, batches)
+
+
+def order_of_events(mesh: Mesh) -> list[str]:
+    """Return the order in which a layer communicates and computes its shared expert, forward and backward."""
+    layer, events = build_layer("mixtral"), list[str]()
+    expert_parallel(layer, mesh, 2)
+    start, wait = expert._start_all_to_all, expert.Work.wait
+    layer.shared_expert.register_forward_hook(lambda *_: events.append("shared"))  # type: ignore[union-attr]
+    layer.shared_expert.weight.register_hook(lambda _: events.append("shared"))  # type: ignore[union-attr]
+    layer.experts.register_forward_hook(lambda *_: events.append("experts"))
+    layer.experts.down_proj.register_hook(lambda _: events.append("experts"))
+    with (
+        patch.object(expert, "_start_all_to_all", lambda *args: (start(*args), events.append("start"))[0]),
+        patch.object(expert.Work, "wait", lambda self: (events.append("wait"), wait(self))[1]),
+    ):
+        layer(torch.randn(2, 3, C, requires_grad=True)).sum().backward()
+    return events
+
+
+def test_the_shared_expert_computes_while_tokens_travel() -> None:
+    forward = ["start", "shared", "wait", "experts", "start", "wait"]
+    for events in on_ranks({"replicate": 2}, order_of_events):
+        assert events == forward + ["start", "wait", "experts", "start", "shared", "wait"]
+
+
+@pytest.mark.parametrize(("size", "message"), [(3, "which do not divide into groups of 3; set mesh.expert"), (8, "has 6 experts")])
+def test_a_size_that_does_not_fit_is_refused(size: int, message: str) -> None:
+    mesh = Mesh({"replicate": 8}, world=8)
+    with pytest.raises(MeshError, match=message):
+        expert_parallel(build_layer("mixtral"), mesh, size)

@@ -1,0 +1,169 @@
+"""Routers, experts and their layer, against published routings and plain formulas; the parallel ones: tests/ranks/test_expert.py."""
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import ConfigError
+from hpcai.nn import moe
+from hpcai.nn.moe import Experts, MoE, Router, clipped_swiglu, sinkhorn, update_biases
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.reference_data import load_tensors
+
+N, C, I, E = 23, 8, 16, 5
+
+
+def identity_router(experts: int, top_k: int, **settings: Any) -> Router:
+    """Return a router whose logits are its inputs."""
+    router = Router(experts, experts, top_k, **settings).double()
+    nn.init.eye_(router.weight)
+    return router
+
+
+def build_layer(capacity: float | None = None, bias: bool = False, **settings: Any) -> MoE:
+    torch.manual_seed(0)
+    activation: Any = "clipped_swiglu" if bias else "swiglu"
+    layer = MoE(Router(C, E, 2, bias=bias, **settings), Experts(C, I, E, bias=bias, activation=activation), capacity_factor=capacity)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    return layer.double()
+
+
+def plain_experts(experts: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Compute the weighted sum of all experts of each token, where those that were not chosen have weight 0."""
+    def linear(x: Tensor, name: str) -> Tensor:
+        y = torch.einsum("...ec,eic->...ei", x, getattr(experts, name))
+        return y + getattr(experts, f"{name}_bias") if experts.has_bias else y
+
+    every = x[:, None].expand(-1, E, -1)
+    gate, up = linear(every, "gate_proj"), linear(every, "up_proj")
+    activation = clipped_swiglu if experts.has_bias else lambda gate, up: F.silu(gate) * up
+    dense = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, chosen, weights)
+    return torch.einsum("ne,nec->nc", dense, linear(activation(gate, up), "down_proj"))
+
+
+@pytest.mark.parametrize(("family", "normalize"), [("mixtral", True), ("qwen2moe", False)])
+def test_routing_equals_the_published_one(family: str, normalize: bool) -> None:
+    data = {name.split(".")[1]: x for name, x in load_tensors("llm/moe_routing").items() if name.startswith(family)}
+    router = identity_router(data["logits"].shape[1], 2, normalize=normalize)
+    weights, experts = router(data["logits"])
+    assert torch.equal(experts, data["experts"])
+    torch.testing.assert_close(weights, data["weights"], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("collapsed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("capacity", [None, 0.7, 3.0])
+def test_a_layer_equals_a_plain_formula(capacity: float | None, bias: bool, collapsed: bool) -> None:
+    """Collapsed: all tokens choose the same two experts, and the others have no rows."""
+    layer, x = build_layer(capacity, bias), torch.randn(1, N, C, dtype=torch.float64, requires_grad=True)
+    if collapsed:
+        layer.gate.weight.data[2:] = layer.gate.weight.data[:1] * 0 - 50 * x.detach().mean(1)
+        x.data.abs_(), layer.gate.weight.data[:2].abs_(), layer.gate.weight.data[2:].abs_().neg_()
+    y, (weights, chosen) = layer(x), layer.gate(x[0])
+    limit = N if capacity is None else math.ceil(N * 2 / E * capacity)
+    earlier = F.one_hot(chosen.flatten(), E).cumsum(0).gather(1, chosen.view(-1, 1)).view_as(chosen)
+    expected = plain_experts(layer.experts, x[0], weights * (earlier <= limit), chosen)
+    torch.testing.assert_close(y[0], expected, rtol=0, atol=1e-12)
+    parameters = [x, *layer.parameters()]
+    gradients = [torch.autograd.grad(z.sin().sum(), parameters, retain_graph=True) for z in (y[0], expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
+    layer(x)
+    assert layer.gate.stats["dropped"].item() == pytest.approx((earlier > limit).double().mean().item())
+    assert layer.gate.stats["load"].tolist() == chosen.flatten().bincount(minlength=E).tolist()
+    assert not collapsed or layer.gate.stats["load"].tolist() == [N, N, 0, 0, 0]
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses reads of the device."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal"), f"a layer reads the device: {name}"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("capacity", [None, 1.25], ids=["grouped", "batched"])
+def test_products_of_a_gpu_equal_the_loop_and_read_nothing(capacity: float | None) -> None:
+    layer, x = build_layer(capacity, bias=True, balance_loss=0.1).bfloat16(), torch.randn(2, N, C, dtype=torch.bfloat16)
+    results = []
+    for is_cpu in (True, False):
+        with patch.object(moe, "on_cpu", lambda _: is_cpu), NoReads() if not is_cpu else torch.enable_grad():
+            y = layer(x)
+            results.append((y, *torch.autograd.grad(y, list(layer.parameters()), torch.ones_like(y))))
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0.03 * expected.abs().max().item())
+
+
+def test_sinkhorn_balances_the_training_only_and_has_no_gradient() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2048, 8).double() + torch.arange(8) / 2
+    plan = (logits + sinkhorn(logits)).softmax(-1).sum(0) * 8 / 2048
+    assert (plan - 1).abs().max() < 0.05
+    assert sinkhorn(1e4 * logits).isfinite().all()
+    for k in (1, 2):
+        router, inputs = identity_router(8, k, score="sinkhorn", normalize=False), logits.clone().requires_grad_()
+        weights, experts = router(inputs)
+        expected = (logits.sigmoid() if k == 1 else logits.softmax(-1)).gather(1, experts)
+        torch.testing.assert_close(weights, expected)
+        assert router.stats["load"].max() < 1.2 * 2048 * k / 8 < logits.topk(k)[1].flatten().bincount().max() / 1.5
+        (gradient,) = torch.autograd.grad(weights.sum(), inputs)
+        assert k > 1 or torch.equal(gradient != 0, F.one_hot(experts[:, 0], 8).bool())
+        assert torch.equal(router.eval()(logits)[1], logits.topk(k)[1])
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after_topk"])
+def test_balance_and_z_loss_act_in_the_backward_pass_as_a_term_for_each_token(score: Any) -> None:
+    logits = torch.randn(N, E, dtype=torch.float64, requires_grad=True)
+    plain, router = (identity_router(E, 2, score=score, **losses) for losses in ({}, {"balance_loss": 0.3, "z_loss": 0.02}))
+    probabilities = logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True) if score == "sigmoid" else logits.softmax(1)
+    load = plain(logits)[1].flatten().bincount(minlength=E).double() / (2 * N)
+    penalty = 0.3 * E * (load * probabilities.mean(0)).sum() + 0.02 * logits.logsumexp(1).square().mean()
+    terms = plain(logits)[0].sin().sum() + N * penalty, router(logits)[0].sin().sum()
+    expected, actual = (torch.autograd.grad(term, logits)[0] for term in terms)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(router.stats["entropy"], torch.special.entr(probabilities).sum(1).mean().detach())
+    uniform = torch.full((E,), 2 * N)
+    assert router.penalty(torch.zeros(N, E), uniform).item() == pytest.approx(N * (0.3 + 0.02 * math.log(E) ** 2))
+
+
+def test_a_bias_moves_once_per_optimizer_step_by_the_load_of_all_micro_batches() -> None:
+    layer = build_layer(score="sigmoid", correction=True, bias_update_rate=0.25)
+    parts, loads = torch.randn(3, 2, N, C, dtype=torch.float64), []
+    for part in parts:
+        y = checkpoint(layer, part, use_reentrant=False)  # a recomputed forward pass does not count
+        y.sum().backward()
+        loads.append(layer.gate.stats["load"])
+    load = torch.stack(loads).sum(0)
+    assert torch.equal(layer.gate.counts, load)
+    assert layer.gate.state_dict().keys() == {"weight", "e_score_correction_bias"}
+    update_biases([layer.gate])
+    assert torch.equal(layer.gate.e_score_correction_bias, 0.25 * (load.double().mean() - load).sign())
+    assert not layer.gate.counts.any()
+    layer.eval()(parts[0]).sum().backward()
+    assert not layer.gate.counts.any(), "an evaluation does not count"
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"groups": 2}, "2 of 5 experts, in 1 of 2 groups"), ({"score": "sinkhorn", "balance_loss": 0.1}, "balances by itself"),
+    ({"bias_update_rate": 0.1}, "no correction"), ({"groups": 5, "top_groups": 5}, "groups of one expert"),
+])  # fmt: skip
+def test_a_router_refuses_settings_that_contradict_each_other(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Router(C, E, 2, **settings)
+
+
+def test_fp8_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), MoE(Router(16, 4, 2), Experts(16, 16, 4)))
+    model.float8 = True  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"the products of 1\.experts, a mixture of experts, have no FP8; set it to precision"):
+        Step(model, lambda model, x: {"loss": model(x).mean()}, StepConfig(matmul="fp8"), Mesh({}))
