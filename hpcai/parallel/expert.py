@@ -38,12 +38,12 @@ def expert_parallel(moe: MoE, mesh: Mesh, size: int) -> None:
     group call the layer equally often, also in an evaluation; with a capacity they have equal numbers of tokens. Raises MeshError
     if the size does not divide the replicas, or is larger than the number of experts.
     """
-    between, within = mesh.split("replicate", size, "mesh.expert")
+    between, within = mesh.split("replicate", size, "model.experts.parallel")
     total = len(moe.gate.counts)
     if size > total:
-        raise MeshError(f"mesh.expert is {size}, but a layer has {total} experts; set mesh.expert to {total} or less")
+        raise MeshError(f"model.experts.parallel is {size}, but a layer has {total} experts; set model.experts.parallel to {total} or less")
     if size > 1 and mesh.sizes["evaluate"]:
-        raise MeshError(f"mesh.expert is {size}, but processes of mesh.evaluate get the experts of one rank; set one of them to 0 or 1")
+        raise MeshError(f"model.experts.parallel is {size}, but processes of mesh.evaluate get the experts of one rank; set one of them to 0 or 1")
     moe.gate.all_reduce = AllReduce(*(mesh[name] for name in ("replicate", "context") if mesh[name].size > 1))
     if within.size == 1:
         return

@@ -2,6 +2,9 @@
 
 import json
 import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +32,16 @@ _WHY = "{} is not installed: conversion to and from it is NOT tested; pip instal
 transformers: Any = pytest.importorskip("transformers", reason=_WHY.format("transformers"))
 peft: Any = pytest.importorskip("peft", reason=_WHY.format("peft"))
 
+from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # from peft's call of transformers
 ROPES = load_json("llm/small_peers")["ropes"]
 SEEDS = range(3)
 CONFIGS = load_json("llm/small_peers")["configs"]
+
+
+FAMILIES = load_json("llm/small_peers")["families"]
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +51,23 @@ def compute_in_float64(monkeypatch: pytest.MonkeyPatch, one_thread: None, quiet_
     monkeypatch.setattr(modeling_llama, "torch", SimpleNamespace(**vars(torch) | dtypes))
 
 
+@contextmanager
+def computing_in_float64(peer: Any) -> Iterator[None]:
+    """Context manager: the same for a model of any family, after it has computed frequencies."""
+    module = sys.modules[type(peer).__module__]
+    wide = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
+    with patch.object(module, "torch", wide), patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
 def randomize(model: nn.Module, seed: int) -> nn.Module:
     """Return ``model`` with weights so large that each of them affects the logits."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + ("norm.weight" in name or "ln_" in name))
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for name, parameter in [*model.named_parameters(), *buffers]:
+            is_norm = "norm.weight" in name or "ln_" in name
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + is_norm)
     return model
 
 
@@ -76,15 +94,20 @@ def hf_gpt2(seed: int) -> nn.Module:
     return randomize(transformers.GPT2LMHeadModel(cfg), seed)
 
 
+def hf_family(case: str) -> nn.Module:
+    kind = case.split(",")[0]
+    cfg = transformers.AutoConfig.for_model(kind, **FAMILIES["common"] | FAMILIES["cases"][case])
+    return randomize(transformers.AutoModelForCausalLM.from_config(cfg), 1)
+
+
 def load_hf(folder: Path) -> Any:
     """Load a folder with transformers in float64; its weights must be exactly those of the model."""
+    implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with patch.object(modeling_llama, "torch", torch):  # both libraries compute frequencies in float32
-        model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager", output_loading_info=True
-        )
+        model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **implementations)
     assert not any(loading_info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
     assert not loading_info.get("error_msgs"), loading_info
-    return model.eval()
+    return model.double().eval()
 
 
 def random_tokens(vocabulary: int) -> Tensor:
@@ -98,18 +121,21 @@ def check_close(actual: Tensor, expected: Tensor) -> None:
 def check_same(model: Any, peer: Any) -> None:
     """Assert that logits, gradients of the cross entropy and greedily generated tokens are equal."""
     ids = random_tokens(model.cfg.vocabulary)
-    expected_logits = peer(ids).logits
-    check_close(model(ids), expected_logits)
-    F.cross_entropy(expected_logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+    prompts = ids[:, :5]
+    kwargs = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    peer(ids[:, :-1])  # computes frequencies that depend on the length
+    with computing_in_float64(peer):
+        expected_logits = peer(ids[:, :-1]).logits
+        F.cross_entropy(expected_logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+        generated = peer.generate(prompts, pad_token_id=0, **kwargs)
+    check_close(model(ids[:, :-1]), expected_logits)
     llm.loss(model, Batch(ids))["loss"][0].backward()
-    expected = {name: p.grad for name, p in peer.named_parameters()}
-    actual = hub_state({name: p.grad for name, p in model.named_parameters()}, model.cfg)
+    expected = revert_weight_conversion(peer, {name: p.grad for name, p in peer.named_parameters()})
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    actual = hub_state(gradients, model.cfg, peer.config.model_type)
     assert actual.keys() == expected.keys()
     for name, gradient in actual.items():
         check_close(gradient, expected[name])
-    prompts = ids[:, :5]
-    kwargs = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    generated = peer.generate(prompts, pad_token_id=0, **kwargs)
     assert complete(model, prompts.tolist(), SamplingConfig(most=12)) == generated[:, 5:].tolist()
 
 
@@ -122,6 +148,23 @@ def test_files_of_transformers_give_the_same_model(case: str, dtype: torch.dtype
     model = LLM.load(tmp_path)
     assert model.lm_head.weight.dtype == dtype
     check_same(model.double(), load_hf(tmp_path))
+
+
+@pytest.mark.parametrize("case", FAMILIES["cases"])
+def test_a_family_is_the_same_model_in_transformers_and_back(case: str, tmp_path: Path) -> None:
+    peer: Any = hf_family(case)
+    peer.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    model = LLM.load(tmp_path / "theirs")
+    assert model.cfg.num_parameters == sum(parameter.numel() for parameter in peer.parameters())
+    llm.save_folder(model.state_dict(), model.cfg, tmp_path / "ours", source=tmp_path / "theirs")
+    back = load_hf(tmp_path / "ours")
+    assert back.config.model_type == peer.config.model_type and back.config.eos_token_id == 7
+    for name, parameter in peer.named_parameters():
+        assert torch.equal(parameter.double(), back.get_parameter(name)), name
+    check_same(model.double(), back)
+    llm.save_folder(model.state_dict(), model.cfg, tmp_path / "any")  # of the first family with these settings
+    ids = random_tokens(50)
+    check_close(LLM.load(tmp_path / "any").double()(ids), model(ids))
 
 
 def build_model(kind: str) -> LLM:
@@ -167,9 +210,10 @@ def test_the_reference_of_bench_llm_has_the_same_loss(kind: str, documents: str)
         peer = benchmark.peers["transformers"].build(cfg, batch)
     keys: Any = peer.model.double().load_state_dict(hub_state(dict(model.state_dict()), model.cfg), strict=False)
     assert not keys.unexpected_keys and keys.missing_keys == ["lm_head.weight"] * model.cfg.tied
-    losses = [benchmark.loss(model, batch)["loss"], peer.loss(peer.model, batch)["loss"]]
-    for value in losses:
-        value.backward()
+    with computing_in_float64(peer.model):
+        losses = [benchmark.loss(model, batch)["loss"], peer.loss(peer.model, batch)["loss"]]
+        for value in losses:
+            value.backward()
     torch.testing.assert_close(losses[1].double(), losses[0], rtol=1e-6, atol=0)  # the peer's cross entropy is in float32
     gradients = hub_state({name: p.grad for name, p in model.named_parameters()}, model.cfg)
     for name, parameter in peer.model.named_parameters():

@@ -148,7 +148,7 @@ def test_the_shared_expert_computes_while_tokens_travel() -> None:
         assert events == forward + ["start", "wait", "experts", "start", "shared", "wait"]
 
 
-@pytest.mark.parametrize(("size", "message"), [(3, "which do not divide into groups of 3; set mesh.expert"), (8, "has 6 experts")])
+@pytest.mark.parametrize(("size", "message"), [(3, "which do not divide into groups of 3; set model.experts.parallel"), (8, "has 6 experts")])
 def test_a_size_that_does_not_fit_is_refused(size: int, message: str) -> None:
     mesh = Mesh({"replicate": 8}, world=8)
     with pytest.raises(MeshError, match=message):
