@@ -8,26 +8,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcai import dist, train
 from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
-from hpcai.models.llm.families import read_config
+from hpcai.models.llm.families import comparable, read_config
 from hpcai.models.llm.generation import filter_logits, sample_tokens
 from hpcai.models.llm.load import hub_state
 from hpcai.models.llm.model import rotary_frequencies
+from hpcai.models.llm.mxfp4 import Mxfp4View
+from hpcai.nn.deferred_init import deferred, materialize
+from hpcai.nn.safetensors_files import open_tensors, read_full
 from hpcai.settings import StepConfig
 from tests.reference_data import DATA, load_arrays, load_json
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = ["llama2_tiny", "llama31_tiny", "llama31_short_tiny", "gpt2_tiny", "gpt2_hub_tiny"]
-TRAINED = CASES[:4]
+CASES = ["llama2_tiny", "llama31_tiny", "llama31_short_tiny", "gpt2_tiny"]
+EXPERTS, OTHERS = ["mixtral_tiny", "qwen2moe_tiny"], ["mistral_tiny", "qwen2_tiny", "qwen3_tiny"]
 PRESETS = {
     "gpt2": "gpt2", "gpt3-175b": "gpt3_175b_mlperf", "llama2-7b": "llama2_7b", "llama2-70b": "llama2_70b",
     "llama3.1-8b": "llama31_8b", "llama3.1-70b": "llama31_70b", "llama3.1-405b": "llama31_405b", "llama3.2-1b": "llama32_1b",
+    "mistral-7b": "mistral_7b_v03", "qwen2.5-7b": "qwen25_7b", "qwen3-8b": "qwen3_8b", "gemma2-9b": "gemma2_9b",
+    "gemma3-1b": "gemma3_1b", "olmo2-7b": "olmo2_7b", "phi3-mini": "phi3_mini_4k", "mixtral-8x7b": "mixtral_8x7b",
+    "qwen3-30b-a3b": "qwen3_30b_a3b", "gpt-oss-20b": "gpt_oss_20b", "deepseek-v3": "deepseek_v3_bf16",
 }  # fmt: skip
+SIZES = load_json("llm/real_sizes")
 
 
 def model_folder(case: str) -> Path:
@@ -59,7 +67,7 @@ def check_checksums(tensors: dict[str, Tensor], expected: dict[str, Any], tolera
             assert value.item() == pytest.approx(sums[kind], abs=tolerance * max(sums["l2"], 1e-3)), (name, kind)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *EXPERTS, *OTHERS, "gpt2_hub_tiny"])
 def test_logits(case: str) -> None:
     stored = load_arrays(f"llm/{case}/io")
     with torch.no_grad():
@@ -85,7 +93,7 @@ def check_training(model: LLM, case: str, expected: dict[str, Any], names: dict[
     return losses
 
 
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", [*CASES, *EXPERTS])
 def test_loss_gradients_and_three_steps_of_adamw(case: str) -> None:
     model, expected = load_model(case).train(), load_json(f"llm/{case}/train")
     losses = check_training(model, case, expected)
@@ -117,10 +125,21 @@ def test_frequencies_of_published_models() -> None:
         np.testing.assert_allclose(rotary_frequencies(cfg.rotary, cfg.head_dim), stored[name], rtol=2e-7, atol=0)
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_settings_of_published_models(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES[name]["config"]))
+    cfg = read_config(tmp_path)
+    assert cfg.num_parameters == SIZES[name]["parameters"]
+    if preset := next((preset for preset, other in PRESETS.items() if other == name), None):
+        fixed = {"rotary", "window", "full_layers", "bias", "norm", "experts", "latent", "attention_scale", "qk_norm", "sinks"}
+        if "rope_theta" in SIZES[name]["config"]:
+            assert comparable(LLMConfig.preset(preset)).model_dump(include=fixed) == comparable(cfg).model_dump(include=fixed)
+
+
 @pytest.mark.parametrize(("preset", "name"), PRESETS.items())
 def test_published_sizes(preset: str, name: str) -> None:
     cfg = LLMConfig.preset(preset)
-    assert cfg.num_parameters == load_json("llm/real_sizes")[name]["parameters"]
+    assert cfg.num_parameters == SIZES[name]["parameters"]
     single_layer = cfg.model_copy(update={"layers": 1})
     with torch.device("meta"):
         assert sum(p.numel() for p in LLM(single_layer).parameters()) == single_layer.num_parameters
@@ -139,7 +158,7 @@ def test_save_and_load(case: str, tmp_path: Path) -> None:
     assert torch.equal(LLM.load(tmp_path / "model.safetensors").lm_head.weight, model.lm_head.weight)
 
 
-@pytest.mark.parametrize("case", TRAINED[:3])
+@pytest.mark.parametrize("case", [*CASES[:3], *OTHERS[:2]])
 def test_settings_of_older_files_are_equal(case: str, tmp_path: Path) -> None:
     shutil.copy(DATA / "llm" / "configs_4x" / f"{case}.json", tmp_path / "config.json")
     new, old = read_config(model_folder(case)), read_config(tmp_path)
@@ -202,20 +221,63 @@ def test_errors_of_a_folder_are_one_line_that_names_it(fault: str) -> None:
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     config = json.loads((model_folder("llama2_tiny") / "config.json").read_text())
+    gpt2 = json.loads((model_folder("gpt2_tiny") / "config.json").read_text())
     for change, message in (
-        ({"attention_bias": True}, "with biases"),
-        ({"hidden_size": "wide"}, "config.json: hidden_size: Input should be a valid integer$"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "expected default, linear or llama3"),
-    ):  # fmt: skip
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        (config | {"model_type": "bloom"}, "a model of type 'bloom'; expected one of llama, gpt2, mistral, .*deepseek_v3$"),
+        (config | {"hidden_size": "wide"}, "config.json: hidden_size: Input should be a valid integer$"),
+        (config | {"hidden_act": "relu"}, "hidden_act is 'relu', expected one of silu"),
+        (config | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "beta": 1}}, "type linear with beta, which hpcai does not"),
+        (config | {"parallel_residual": True, "new": None}, "parallel_residual=True: no llama that hpcai computes has this; remove"),
+        (config | {"quantization_config": {"quant_method": "gptq"}}, "weights quantized by gptq, expected unquantized ones"),
+        (gpt2 | {"scale_attn_weights": False}, "scale_attn_weights=False: no gpt2"),
+        (gpt2 | {"add_cross_attention": True}, "add_cross_attention=True: no gpt2"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(change))
         with pytest.raises(ConfigError, match=message):
             read_config(tmp_path)
     mixed = LLMConfig.preset("llama2-7b", layers=1, width=16, heads=2, inner=8, vocabulary=10, norm="layer")
-    with pytest.raises(CheckpointError, match="neither a Llama nor a GPT-2"):
+    with pytest.raises(CheckpointError, match="no family of Hugging Face has the settings of this model"):
         llm.save_folder(LLM(mixed).state_dict(), mixed, tmp_path)
 
 
-@pytest.mark.parametrize("case", TRAINED)
+def test_weights_that_are_not_those_of_the_settings_are_refused_in_both_ways_of_reading(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("llama31_short_tiny"), folder)
+    good = load_file(folder / "model.safetensors")
+    embedding, norm = good["model.embed_tokens.weight"], good["model.norm.weight"]
+    for change, message in (
+        ({"lm_head.weight": embedding + 1}, "tie_word_embeddings is true, but lm_head.weight differs from the embedding; set it"),
+        ({"model.norm.weight": norm.int()}, "model.norm.weight is I32, expected BF16, F16, F32, F64"),
+        ({"model.norm.weight": norm.to(torch.complex64)}, "model.norm.weight is C64, expected"),
+        ({"model.norm.weight": norm / 0}, "model.norm.weight has elements that are not finite"),
+    ):
+        save_file(good | change, folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            LLM.load(folder)
+        with deferred(), pytest.raises(CheckpointError, match=message):
+            materialize(llm.load_deferred(LLM(read_config(folder)), folder), "cpu")
+    save_file(good | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    assert LLM.load(folder).lm_head.weight is not None
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"weights are pickled \(\*.bin\).*convert them with: python -c .*save_pretrained"):
+        LLM.load(folder)
+
+
+def test_weights_of_gpt_oss_in_mxfp4_are_read(tmp_path: Path) -> None:
+    """The format: two numbers of sign, 2 bits of exponent and 1 of mantissa a byte, the low bits first; powers of two plus 127."""
+    blocks = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, dtype=torch.uint8).expand(2, 6, 3, 16).contiguous()
+    scales = torch.arange(36, dtype=torch.uint8).view(2, 6, 3) + 110
+    save_file({"b": blocks, "s": scales}, tmp_path / "x.safetensors")
+    stored = open_tensors(tmp_path / "x.safetensors")
+    view = Mxfp4View(stored["b"], stored["s"])
+    positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    expected = torch.cat((positive, -positive)).repeat(6) * torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+    assert view.size == (2, 6, 96) and torch.equal(read_full(view).float(), expected)
+    box = slice(1, 2), slice(2, 5), slice(30, 70)
+    assert torch.equal(view[box], read_full(view)[box])
+
+
+@pytest.mark.parametrize("case", [*CASES, *OTHERS])
 def test_generated_tokens(case: str) -> None:
     expected, model = load_json(f"llm/{case}/generate"), LLM.load(model_folder(case))
     prompts, cfg = expected["prompts"], SamplingConfig(most=expected["new_tokens"])

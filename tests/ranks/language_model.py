@@ -23,6 +23,15 @@ GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu",
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA, "tied": {**LLAMA, "tied": True, "recompute": "layers"}, "gpt": {**GPT, "recompute": "selective"},
     "one key": {**LLAMA, "key_heads": 1, "recompute": "selective"},
+    "gemma": {**LLAMA, "norm": "rms_zero_centered", "norm_position": "both", "feed": "geglu", "window": 3, "full_layers": (1,),
+              "attention_softcap": 2.0, "scaled_embedding": True, "tied": True, "qk_norm": "head"},
+    "olmo": {**LLAMA, "norm_position": "after", "qk_norm": "all", "key_heads": 1, "bias": "attention"},
+    "gpt_oss": {**LLAMA, "sinks": True, "window": 5, "full_layers": (1,), "bias": "attention", "recompute": "layers",
+                "rotary": {"scaling": {"kind": "yarn", "original": 4}},
+                "experts": {"count": 4, "top_k": 2, "inner": 12, "score": "softmax_after_topk", "bias": True, "clipped": True}},
+    "deepseek": {**LLAMA, "key_heads": None, "latent": {"q_rank": 6, "kv_rank": 7, "nope": 4, "rope": 2, "value": 3},
+                 "experts": {"count": 4, "top_k": 2, "inner": 8, "score": "sigmoid", "groups": 2, "correction": True, "shared": 12,
+                             "dense_layers": (0,), "z_loss": 0.1, "bias_update_rate": 0.01}},
 }  # fmt: skip
 TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 
@@ -30,6 +39,8 @@ TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
     with deferred(seed):  # each rank initializes its shard of the same weights
         sizes = MODELS[case["model"]] | {name: case[name] for name in ("layers",) if name in case}
+        if "experts" in case:
+            sizes |= {"experts": sizes["experts"] | {"parallel": min(case["experts"], mesh["replicate"].size)}}
         model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
         if case.get("adapted"):
             llm.adapt(model, LoRAConfig(rank=3, targets=TARGETS, base_dtype=case.get("frozen", "as they are")))

@@ -21,6 +21,7 @@ from tests.ranks.shards import Shards, gather_full, local_shards
 from tests.ranks.training import Case
 from tests.reference_data import DATA, load_json
 
+FAMILIES = "gemma", "olmo", "gpt_oss", "deepseek"
 MESHES = [
     {"context": 2, "tensor": 2}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2}, {"replicate": 2},
     {"replicate": 2, "pipeline": 2}, {"replicate": 2, "tensor": 2, "pipeline": 2},
@@ -35,6 +36,17 @@ def test_sharded_equals_full(axes: dict[str, int]) -> None:
         cases = [case | {"layers": 4} for case in cases]  # several per stage
     if "replicate" in axes:
         cases = [*with_shard({"model": "llama", "packed": True}, "optimizer", "weights"), {"model": "tied", "shard": "weights"}]
+    check_sharded_equals_full(axes, cases)
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"context": 2}, {"pipeline": 2}, {"tensor": 2, "context": 2}], ids=str)
+def test_parts_of_families_sharded_equal_full(axes: dict[str, int]) -> None:
+    check_sharded_equals_full(axes, [{"model": name, "packed": name in ("gemma", "deepseek")} for name in FAMILIES])
+
+
+@pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 2, "tensor": 2}, {"replicate": 2, "context": 2}], ids=str)
+def test_experts_over_replicas_equal_one_rank(axes: dict[str, int]) -> None:
+    cases = [{"model": "deepseek", "experts": 2}, {"model": "gpt_oss", "experts": axes["replicate"], "shard": "optimizer"}]
     check_sharded_equals_full(axes, cases)
 
 
