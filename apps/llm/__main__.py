@@ -36,7 +36,7 @@ def main(cfg: Config) -> None:
             step = train.Step(model, llm.loss, cfg.step, mesh, pipeline=llm.build_pipeline(model, mesh, **cfg.stages.model_dump()))
             result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run)
             if result.reason != "signal":
-                save_tokenizer(run, cfg)
+                save_tokenizer(run, cfg, model)
             run.finish(step, result, llm.entropies, pictures, partial(save_texts, run, cfg, step))
     raise SystemExit(result.exit_code)
 

@@ -23,8 +23,10 @@ _TEXTS, _PROMPT_TOKENS, _NEW_TOKENS = 6, 64, 128  # continued texts, prompt toke
 _SAMPLING = SamplingConfig(most=_NEW_TOKENS, temperature=0.8, top_p=0.95)
 
 
-def save_tokenizer(run: train.Run, cfg: Config) -> None:
-    """Copy the tokenizer of the rows into the folder of the run, which can then generate text."""
+def save_tokenizer(run: train.Run, cfg: Config, model: Any) -> None:
+    """Copy the tokenizer of the rows into the folder of the run, which can then generate text, and give it to the model."""
+    if run.mesh.is_first:
+        model.tokenizer = Tokenizer.load(cfg.data.directory)
     for name in (CONTENT, CONFIG, TEMPLATE):
         if (source := cfg.data.directory / name).is_file():
             run.write_file(name, lambda path, source=source: shutil.copyfile(source, path))
