@@ -131,11 +131,14 @@ def _estimate_rank(cfg: Config, sizes: MeshSizes, rank: int) -> dict[str, float]
     tokens = max(cfg.data.batch // (sizes.replicate * step.accumulate), 1) * row_tokens(cfg) // sizes.context
     hidden, product = _element_bytes(cfg)
     keys = m.kv_heads * max(n // m.kv_heads, 1) - m.kv_heads  # key heads that are replicated on several ranks
-    experts = m.num_parameters - m.count_parameters(0)  # of which a rank has a part
-    layers = m.num_parameters - experts - _embedding_parameters(cfg) + experts / (m.experts.parallel if m.experts else 1)
-    layer = layers / m.layers / n + 2 * keys * m.head_dim * m.width / n
+    parallel = m.experts.parallel if m.experts else 1
+    experts = (m.num_parameters - m.count_parameters(0)) / m.layers / n / parallel  # of a rank in a layer
+    layer = (m.count_parameters(0) - _embedding_parameters(cfg)) / m.layers / n + experts + 2 * keys * m.head_dim * m.width / n
     ends = _embedding_parameters(cfg) / n if sizes.pipeline == 1 else m.vocabulary * m.width / n
-    nbytes = _state_bytes(cfg, sizes, local_layers * layer + ends, trained=cfg.lora is None)
+    different = local_layers * experts if parallel > 1 else 0.0  # replicas do not shard what they do not share
+    nbytes = _state_bytes(cfg, sizes, local_layers * layer + ends - different, trained=cfg.lora is None)
+    for name, value in _state_bytes(cfg, sizes, different, trained=cfg.lora is None, shard="none").items():
+        nbytes[name] += value
     adapters = _adapter_parameters(cfg) * local_layers / m.layers / n if cfg.lora else 0.0
     nbytes["adapters"] = sum(_state_bytes(cfg, sizes, adapters, trained=True).values())
     saved, boundary = (_saved_activations(cfg, sizes, tokens, recompute) for recompute in (m.recompute, "layers"))
@@ -174,11 +177,11 @@ def _element_bytes(cfg: Config) -> tuple[int, int]:
     return {"fp32": (4, 4), "fp64": (8, 8), "bf16-params": (2, 2)}.get(cfg.step.precision, (4, 2))
 
 
-def _state_bytes(cfg: Config, sizes: MeshSizes, count: float, trained: bool) -> dict[str, float]:
+def _state_bytes(cfg: Config, sizes: MeshSizes, count: float, trained: bool, shard: str | None = None) -> dict[str, float]:
     """Return the bytes of weights, gradient buckets and optimizer state (Rajbhandari et al., "ZeRO", SC20, table 1)."""
     step, replicas = cfg.step, sizes.replicate
     narrow, wide = step.precision == "bf16-params", 8 if step.precision == "fp64" else 4
-    shard = step.shard if replicas > 1 else "none"
+    shard = shard or (step.shard if replicas > 1 else "none")
     fraction = 1 / ((step.shard_within or replicas) if shard != "none" else 1)
     weight = 2 if narrow and not (trained and shard == "weights") else wide
     sums = 4 if narrow and (step.accumulate > 1 or replicas * sizes.context > _BF16_SUM_RANKS) else weight

@@ -69,7 +69,7 @@ class Config(RunConfig):
     step: StepConfig = StepConfig(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay_names=("*_proj.*weight",), clip=1.0)
     train: TrainConfig = TrainConfig(steps=1000, metric="loss")
     report: ReportConfig = ReportConfig(directory=Path("runs/llm"))
-    benchmark: Literal["llama2_70b_lora", "llama31_8b"] | None = None
+    benchmark: Literal["llama2_70b_lora", "llama31_8b", "gpt_oss_20b", "deepseekv3_671b"] | None = None
     """the MLPerf benchmark whose log is written if report.sinks has mlperf"""
 
     @model_validator(mode="after")

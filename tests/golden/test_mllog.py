@@ -62,9 +62,10 @@ def write_run_log(path: Path, name: str, metrics: list[float], *overrides: str, 
     log.write(Event("note", time - 5, {"text": "the model is built"}))
     case_fields = {"settings": settings, "global_batch": batch, "steps_per_epoch": steps, **case.start}
     case_fields["steps"] = settings["train"].get("steps") or 8
+    unscored = (settings["train"].get("evaluate_from") or 1) - 1
     log.write(Event("start", time, START | case_fields | start))
     for epoch, value in enumerate(metrics, start=first_epoch):
-        position = {"step": steps * (epoch + 1), "epoch": epoch + 1.0}
+        position = {"step": steps * (epoch + 1 + unscored), "epoch": epoch + 1.0 + unscored}
         log.write(Event("epoch", time, {"epoch": epoch, "step": steps * epoch}))
         log.write(Event("train", time + 8, position | {"loss": 0.1, "dice": 0.5}))
         score = {"loss" if benchmark.goals else benchmark.metric: value}
