@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hpcai.nn.lm_head import IGNORE_INDEX
+from hpcai.nn.moe import Router
 
 
 class Batch(NamedTuple):
@@ -31,10 +32,20 @@ class Batch(NamedTuple):
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Any]:
-    """Return the mean cross entropy of the target tokens, in nats, as (sum, count)."""
+    """Return the mean cross entropy of the target tokens, in nats, as (sum, count); and of a mixture of experts ``expert_load``, the
+    load of the busiest expert of a layer relative to a balanced one, ``router_entropy`` in nats, and the fraction ``dropped``."""
     entropy, targets = _entropy(model, batch)
     count = (targets != IGNORE_INDEX).sum().to(entropy.dtype)
-    return {"loss": (model.all_reduce(entropy.sum()), count), "tokens": count}
+    return {"loss": (model.all_reduce(entropy.sum()), count), "tokens": count, **_router_metrics(model)}
+
+
+def _router_metrics(model: Any) -> dict[str, Tensor]:
+    stats = [part.stats for part in model.modules() if isinstance(part, Router) and part.stats] if model.cfg.experts else []
+    if not stats:
+        return {}
+    loads, entropies, dropped = (torch.stack([each[name] for each in stats]) for name in ("load", "entropy", "dropped"))
+    load = (loads.amax(-1) * loads.shape[-1] / loads.sum(-1)).mean()
+    return {"expert_load": load, "router_entropy": entropies.mean(), "dropped": dropped.mean()}
 
 
 def score(model: Any, batch: Batch) -> dict[str, Any]:
