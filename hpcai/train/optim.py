@@ -1,8 +1,9 @@
 """Optimizers that update a flat parameter in one fused pass over weights, gradient, moments and average, or change nothing if a
 device scalar is set. Nothing is read from the device, so that a step can be captured."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from hpcai.errors import ConfigError
 from hpcai.kernels import fused_optimizer
 from hpcai.parallel.sharding import ALONE, FlatParameter, FlatShard, local_view
 from hpcai.settings import StepConfig
+from hpcai.train.muon import MatrixGroup
 
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-_MOMENTS |= {"adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"]}
+_MOMENTS |= {"adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"], "muon": _MOMENTS["sgd"]}
+_MATRIX_DIMS = 2, 3  # a weight with 3 dims is a stack of matrices, such as those of experts
 
 
 class _State:
-    """The optimizer state of one flat parameter; LAMB and LARS also have ``segments``, ``table_indices`` and ``direction``."""
+    """The optimizer state of one flat parameter; LAMB and LARS also have ``segments``, ``table_indices`` and ``direction``.
+    ``optimizer``: That of the settings, or AdamW for what Muon does not update."""
 
     segments: fused_optimizer.Segments
     table_indices: Tensor  # [parameters] indices into the table of norms
@@ -31,7 +35,10 @@ class _State:
         wide = flat_param.weights.dtype in (torch.float32, torch.float64)
         self._master = None if wide else flat_param.weights.float()
         dtype = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
-        names = _MOMENTS[cfg.optimizer] if cfg.optimizer not in ("sgd", "lars") or cfg.momentum else ()
+        first = flat_param.views[0]
+        is_left = cfg.optimizer == "muon" and not _is_muon_matrix(first.name, first.spec.global_shape, cfg)
+        self.optimizer = "adamw" if is_left else cfg.optimizer
+        names = _MOMENTS[self.optimizer] if self.optimizer not in ("sgd", "lars") or cfg.momentum else ()
         self.moments = {name: torch.zeros_like(self.weights, dtype=dtype) for name in names}
         self.average = self.weights.clone() if cfg.ema_decay is not None else None
         self.decay = cfg.weight_decay if flat_param.decays else 0.0
@@ -51,8 +58,9 @@ class Optimizer:
     learning rate of ``set_lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take``
     towards the weights. sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it
     (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
-    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. Weights
-    narrower than float32 have a float32 master copy here, which is updated, averaged and saved."""
+    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. muon:
+    ``hpcai.train.muon``, with Nesterov momentum, and AdamW for all but the matrices that ``muon_names`` matches. Weights narrower
+    than float32 have a float32 master copy here, which is updated, averaged and saved."""
 
     def __init__(self, flat_params: list[FlatParameter], cfg: StepConfig) -> None:
         if not flat_params:
@@ -64,6 +72,8 @@ class Optimizer:
         self.take = torch.full_like(self.lr, 1.0 - (cfg.ema_decay or 0.0))
         self.count = torch.zeros((), device=first.device)  # number of updates
         self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
+        self._minus_one = torch.full_like(self.lr, -1.0)
+        self.matrix_groups = _group_matrices([state for state in self.states if state.optimizer == "muon"], cfg.bucket_mb * 1e6)
         if cfg.optimizer in ("lamb", "lars"):  # a row per parameter, in the same order on all ranks with shards of it
             names = sorted({part.name for row in flat_params for part in row.views})
             index = {name: i for i, name in enumerate(names)}
@@ -93,7 +103,10 @@ class Optimizer:
         if cfg.optimizer in ("lamb", "lars"):
             self._layerwise_step(present, scale, skip)
             return
+        self._muon_step({state: gradient for state, gradient in present if state.optimizer == "muon"}, scale, skip)
         for state, gradient in present:
+            if state.optimizer == "muon":
+                continue
             if cfg.optimizer == "sgd":
                 fused_optimizer.sgd_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, found_inf=skip,
@@ -104,7 +117,7 @@ class Optimizer:
                 fused_optimizer.adam_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], lr=self.lr, step=self.count,
                     scale=scale, found_inf=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=state.decay,
-                    decoupled=cfg.optimizer == "adamw", seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
+                    decoupled=state.optimizer == "adamw", seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
                 )  # fmt: skip
 
     def _copies(self, state: _State) -> dict[str, Any]:
@@ -149,6 +162,25 @@ class Optimizer:
                     state.weights, state.direction, state.segments, ratio, lr=self.lr, found_inf=skip, **self._copies(state)
                 )
 
+    def _muon_step(self, gradients: dict[_State, Tensor], scale: Tensor | None, skip: Tensor) -> None:
+        """Update the matrices of Muon. Ranks with shards of them all come here, because orthogonalization communicates."""
+        kwargs: dict[str, Any] = {"found_inf": skip, "lr_in_momentum": False}
+        for states, group in self.matrix_groups:
+            momenta = [torch.zeros_like(state.weights) for state in states]
+            for state, momentum in zip(states, momenta):
+                if state in gradients:  # with learning rate -1, SGD adds g + mu v to its weights
+                    fused_optimizer.sgd_(
+                        momentum, gradients[state], state.moments["momentum_buffer"], lr=self._minus_one, scale=scale, weight_decay=0.0,
+                        momentum=self.cfg.muon_momentum, nesterov=True, seed=self._seed, offset=state.flat_param.offset, **kwargs,
+                    )  # fmt: skip
+            group.orthogonalize_(momenta)
+            for state, update in zip(states, momenta):
+                if state in gradients:
+                    fused_optimizer.sgd_(
+                        state.weights, update, None, lr=self.lr, scale=None, momentum=0.0, weight_decay=state.decay, **kwargs,
+                        **self._copies(state),
+                    )  # fmt: skip
+
     def full_weights(self) -> dict[str, Tensor]:
         """Return the master weights by parameter, in the shapes of the model, of flat parameters that are not sharded."""
         rows = [(state.flat_param.views, state.weights) for state in self.states if state.flat_param.shard_axis.size == 1]
@@ -165,7 +197,7 @@ class Optimizer:
     def state(self) -> dict[str, Tensor | FlatShard]:
         """Return moments as ``<parameter>.<moment>``, and ``step``, the number of updates."""
         tensors: dict[str, Tensor | FlatShard] = {"step": self.count}
-        for moment in _MOMENTS[self.cfg.optimizer]:
+        for moment in dict.fromkeys(moment for state in self.states for moment in state.moments):
             moments = self._by_parameter(state.moments.get(moment) for state in self.states)
             tensors |= {f"{name}.{moment}": value for name, value in moments.items()}
         return tensors
@@ -182,13 +214,43 @@ class Optimizer:
                 state.low.copy_(state.weights)
 
 
+def _group_matrices(states: list[_State], size: float) -> list[tuple[list[_State], MatrixGroup]]:
+    """Group the states of matrices that are sharded over the same axes, of up to about ``size`` bytes, in their order."""
+    groups: list[list[_State]] = []
+    filled, axes = size, None
+    for state in states:
+        if filled >= size or axes != state.flat_param.sharded_axes:
+            groups.append([])
+            filled, axes = 0.0, state.flat_param.sharded_axes
+        groups[-1].append(state)
+        filled += state.weights.itemsize * sum(prod(view.spec.global_shape) for view in state.flat_param.views)
+    return [(group, MatrixGroup([state.flat_param for state in group])) for group in groups]
+
+
 def match_decay_names(model: nn.Module, cfg: StepConfig, stages: Axis = ALONE) -> set[str]:
     """Return the names of parameters that ``cfg.decay_names`` matches. Raises ConfigError for a pattern that matches none on any
     rank along ``stages``."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     patterns = cfg.decay_names if cfg.weight_decay or cfg.optimizer in ("lamb", "lars") else ()
+    return _match_names(names, "decay_names", patterns, stages)
+
+
+def match_muon_names(model: nn.Module, cfg: StepConfig, stages: Axis = ALONE) -> set[str]:
+    """Return the names of the matrices that Muon updates. Raises ConfigError as ``match_decay_names``."""
+    if cfg.optimizer != "muon":
+        return set()
+    matrices = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim in _MATRIX_DIMS]
+    return _match_names(matrices, "muon_names", cfg.muon_names, stages)
+
+
+def _is_muon_matrix(name: str, shape: tuple[int, ...], cfg: StepConfig) -> bool:
+    return len(shape) in _MATRIX_DIMS and any(fnmatchcase(name, pattern) for pattern in cfg.muon_names)
+
+
+def _match_names(names: list[str], setting: str, patterns: Collection[str], stages: Axis) -> set[str]:
     seen = all_gather_object([any(fnmatchcase(name, pattern) for name in names) for pattern in patterns], stages)
     for pattern, *matches in zip(patterns, *seen):
         if not any(matches):
-            raise ConfigError(f"step.decay_names: {pattern!r} matches no parameter; the model has {', '.join(names[:20])}")
+            kind = "matrix" if setting == "muon_names" else "parameter"
+            raise ConfigError(f"step.{setting}: {pattern!r} matches no {kind}; the model has {', '.join(names[:20])}")
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
