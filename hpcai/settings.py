@@ -177,8 +177,8 @@ class ScheduleConfig(Settings):
     length: Annotated[float, Field(gt=0)] | None = None
     """length of the linear, cosine or sqrt decay; null: from the warm-up to the last step. A cosine rises again after it (torch)"""
     stable: bool = False
-    """warm-up-stable-decay (WSD): the rate is constant after the warm-up, and the decay takes the last `length` of the run, so that a
-    run may be made longer until then; otherwise the decay follows the warm-up"""
+    """warm-up-stable-decay (WSD): the rate is constant after the warm-up, and the decay takes the last `length` of the run, which
+    may be made longer until then; otherwise the decay follows the warm-up"""
     decay_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """epochs (or steps) at which the factors begin"""
     decay_to: tuple[Annotated[float, Field(ge=0)], ...] = ()
@@ -253,7 +253,7 @@ class StepConfig(Settings):
     muon_momentum: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Nesterov momentum of muon"""
     muon_names: tuple[str, ...] = ("*.[0-9]*.weight",)
-    """matrices that muon updates, as shell patterns of their names; by default the weights of repeated layers, which have numbers"""
+    """matrices that muon updates, as shell patterns of their names; by default those of repeated layers, which have numbers"""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """decay rates of the two moments of adam, adamw (also of muon) and lamb"""
     eps: Annotated[float, Field(gt=0)] = 1e-8

@@ -34,7 +34,9 @@ def main(cfg: Config) -> None:
             with train.seeds(cfg.train.seed):
                 model = build_model(cfg, mesh)
             step = train.Step(model, llm.loss, cfg.step, mesh, pipeline=llm.build_pipeline(model, mesh, **cfg.stages.model_dump()))
-            result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run)
+            tokens = memory.row_tokens(cfg)
+            cost = train.SampleCost({"tokens": tokens}, tokens * memory.flops_per_token(cfg, tokens, False), memory.CONVENTION)
+            result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run, cost=cost)
             if result.reason != "signal":
                 save_tokenizer(run, cfg)
             run.finish(step, result, llm.entropies, pictures, partial(save_texts, run, cfg, step))

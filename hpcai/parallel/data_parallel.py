@@ -117,10 +117,10 @@ class GradientReducer:
 
     A step calls ``zero_grad()``, sets ``is_last_backward`` before its last backward pass, calls ``reduce()``, updates the
     ``flat_parameters``, and calls ``all_gather_parameters()``. Parameters are broadcast at construction, so that replicas start
-    equal. ``decays``: Names of parameters with weight decay. ``matrices``: Names of parameters that Muon updates, which share no flat
-    parameter with others. ``float32_sums``: Sum 16-bit gradients in float32, as over more than
-    ``MAX_BF16_RANKS`` ranks. On one CPU process gradients stay where autograd puts them, and each parameter is its own flat
-    parameter, unless they need the same memory in every step (``fixed``).
+    equal. ``decays``: Names of parameters with weight decay. ``matrices``: Names of those that Muon updates, which share no bucket
+    with others. ``float32_sums``: Sum 16-bit gradients in float32, as over more than ``MAX_BF16_RANKS`` ranks. On one CPU process
+    gradients stay where autograd puts them, and each parameter is its own flat parameter, unless they need the same memory in every
+    step (``fixed``).
     """
 
     def __init__(

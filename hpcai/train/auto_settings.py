@@ -114,7 +114,7 @@ def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientRedu
         cast_to_bf16(model)
     accumulates = cfg.accumulate > 1
     if cfg.shard == "none" or alone:
-        return GradientReducer(model, mesh, cfg.bucket_mb, decays, accumulates, cfg.capture != "none", matrices)
+        return GradientReducer(model, mesh, cfg.bucket_mb, decays, accumulates, fixed=cfg.capture != "none", matrices=matrices)
     overlap = cfg.capture == cfg.compile == "none"
     return ShardedReducer(model, mesh, cfg.bucket_mb, decays, accumulates, axes, overlap, matrices)
 

@@ -170,8 +170,9 @@ class Optimizer:
             for state, momentum in zip(states, momenta):
                 if state in gradients:  # with learning rate -1, SGD adds g + mu v to its weights
                     fused_optimizer.sgd_(
-                        momentum, gradients[state], state.moments["momentum_buffer"], lr=self._minus_one, scale=scale, weight_decay=0.0,
-                        momentum=self.cfg.muon_momentum, nesterov=True, seed=self._seed, offset=state.flat_param.offset, **kwargs,
+                        momentum, gradients[state], state.moments["momentum_buffer"], lr=self._minus_one, scale=scale,
+                        weight_decay=0.0, momentum=self.cfg.muon_momentum, nesterov=True, seed=self._seed,
+                        offset=state.flat_param.offset, **kwargs,
                     )  # fmt: skip
             group.orthogonalize_(momenta)
             for state, update in zip(states, momenta):

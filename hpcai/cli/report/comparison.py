@@ -109,6 +109,8 @@ def columns(comparison: Comparison, names: Sequence[str]) -> list[Column]:
     all_columns += [
         Column("last training loss", _last_loss), Column("time to target", _time_to_target, format_duration),
         Column("training time", lambda run: run.seconds, format_duration), Column("samples/s", lambda run: run.throughput),
+        Column("tokens/s", lambda run: run.rates.get("tokens_per_second")),
+        Column("MFU in %", lambda run: 100 * run.rates["mfu"] if "mfu" in run.rates else None),
         Column("J a sample", lambda run: run.energy.get("joules_per_sample")),
         Column("W, limit of a GPU", lambda run: max(run.energy.get("gpu_limits_w") or (), default=None)),
     ]  # fmt: skip
