@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcai.dist.collectives import ReduceScatter, all_gather, all_reduce_
+from hpcai.kernels.triton_support import on_cpu
 from hpcai.parallel.sharding import ALONE, FlatParameter, FlatView
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of a polynomial of degree 5 that is steep at 0 (Jordan et al.)
@@ -54,7 +55,7 @@ class MatrixGroup:
     def orthogonalize_(self, momenta: Sequence[Tensor]) -> None:
         """Replace the momentum of each matrix by its update, in the layouts of the flat parameters."""
         like, ranks = momenta[0], self._owners.size
-        dtype = torch.bfloat16 if like.device.type == "cuda" and like.dtype == torch.float32 else like.dtype
+        dtype = torch.bfloat16 if like.dtype == torch.float32 and not on_cpu(like) else like.dtype
         full = torch.zeros(ranks * self._size, dtype=dtype, device=like.device)
         boxes: list[tuple[Tensor, Tensor]] = []  # shards of the momenta, and their places in the full matrices
         by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
