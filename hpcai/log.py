@@ -5,8 +5,7 @@ The training loop emits each event once, with numbers and text as fields, and ev
 ========== ===========================================================================================================
 start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
             global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1),
-            versions (optional: of packages, by name), flops_per_sample and flops_convention (optional), peak_flops (optional: of
-            all GPUs)
+            versions (optional: of packages, by name), flops_per_sample, flops_convention, peak_flops of all GPUs (optional)
 startup     step (the first one of this job), seconds (from the start of the process to its end), parts (seconds by name, of the
             slowest process)
 epoch       epoch (from 0), step: an epoch begins, or continues after a resume

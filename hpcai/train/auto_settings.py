@@ -15,7 +15,7 @@ from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.parallel.fsdp import FSDP, ShardedReducer
 from hpcai.settings import StepConfig
 from hpcai.train.compiling import repeated_blocks
-from hpcai.train.optim import match_decay_names, match_muon_names
+from hpcai.train.optim import match_names
 
 
 def resolve_auto(cfg: StepConfig, mesh: Mesh, custom_graph: bool = False) -> tuple[StepConfig, list[str]]:
@@ -105,8 +105,8 @@ def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientRedu
     setting."""
     if cfg.compile == "whole" and mesh["pipeline"].size > 1:
         raise ConfigError("step.compile is whole, but no rank of a pipeline has the full model; set it to blocks or none")
-    decays, alone = match_decay_names(model, cfg, mesh["pipeline"]), mesh["replicate"].size == 1
-    matrices = match_muon_names(model, cfg, mesh["pipeline"])
+    decays, matrices = (match_names(model, cfg, setting, mesh["pipeline"]) for setting in ("decay_names", "muon_names"))
+    alone = mesh["replicate"].size == 1
     axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:
         return FSDP(model, mesh, decays, repeated_blocks(model), axes, cfg.precision == "bf16-params")

@@ -31,7 +31,7 @@ from hpcai.train.schedule import make_lr_schedule
 from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
 from hpcai.train.step_clock import BETWEEN, Marks
-from hpcai.train.throughput import SampleCost, peak_flops
+from hpcai.train.throughput import peak_flops
 
 ENERGY = ("gpu", "cpu", "memory")
 """Kinds of energy: of GPUs, by each rank, and of CPUs and their memory, by the first rank of each node."""
@@ -65,14 +65,14 @@ class Batches:
 
 def fit(
     step: Step, data: Any, cfg: TrainConfig, *, validation: Any = None, evaluate: Metric | None = None,
-    run: Run | None = None, cost: SampleCost | None = None,
+    run: Run | None = None,
 ) -> Result:  # fmt: skip
     """Train ``step`` on ``data`` (a ``Loader``, or a list of batches) until the steps or epochs of ``cfg`` are done, the target is
     reached or a signal stops the run.
 
     ``evaluate(model, batch)`` is summed over ``validation`` every ``cfg.evaluate_every`` epochs and at the end. ``run`` receives
     reports and checkpoints; training resumes from its newest complete checkpoint. On the ranks of ``mesh.evaluate`` this evaluates
-    the weights of the training ranks until training ends; ``data`` is not read there. ``cost``: Of a sample, for these reports.
+    the weights of the training ranks until training ends; ``data`` is not read there.
     """
     if (evaluate is None) != (validation is None):
         raise ConfigError("fit needs both evaluate and validation, or neither")
@@ -87,7 +87,7 @@ def fit(
         with StopSignals(step.mesh), run.flight_recorder.watch_hang(cfg.hang_after):  # training ranks agree on the stop
             return Result(serve_evaluations(step, evaluate, validation), Progress())
     loader = data if hasattr(data, "epoch") else Batches(data)
-    return _Training(step, loader, cfg, validation, evaluate, run, cost or SampleCost()).train()
+    return _Training(step, loader, cfg, validation, evaluate, run).train()
 
 
 def _count_parameters(model: nn.Module, mesh: Mesh) -> int:
@@ -110,18 +110,16 @@ class _Reading:
 
 
 class _Training:
-    def __init__(
-        self, step: Step, data: Any, cfg: TrainConfig, validation: Any, metric: Metric | None, run: Run, cost: SampleCost
-    ) -> None:
+    def __init__(self, step: Step, data: Any, cfg: TrainConfig, validation: Any, metric: Metric | None, run: Run) -> None:
         self.step, self.data, self.cfg, self.mesh, self.clock = step, data, cfg, step.mesh, step.clock
-        self.validation, self.metric, self.cost = validation, metric, cost
-        self.peak = None if cost.flops is None else peak_flops(step.cfg, self.mesh)
+        self.validation, self.metric = validation, metric
         self.evaluation = choose_evaluation(step, metric, validation, cfg.evaluate)
         self.gpu, self._energy = GpuCounters(self.mesh.device), 0.0
         self.processors: RaplCounters | None = None  # of the node, on its first rank
         self._nodes = self._first_sample = 0
         self._target_position: Position | None = None  # at which the target was reached
-        self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
+        self.run, self.reports, self.checkpoints, self.cost = run, run.reports, run.checkpoints, run.cost
+        self.peak = None if self.cost.flops is None else peak_flops(step.cfg, self.mesh)
         self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
         self.lr_at: Callable[[int], float] = make_lr_schedule(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
         self.metric_sums = MetricSums()
@@ -472,9 +470,7 @@ class _Training:
             parameters=_count_parameters(self.step.model, self.mesh),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.batch_size,
             train_samples=getattr(self.data, "dataset_size", self.data.samples),  # from which an epoch's samples are drawn
-            validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
-            **({} if self.cost.flops is None else {"flops_per_sample": self.cost.flops, "flops_convention": self.cost.convention}),
-            **({} if self.peak is None else {"peak_flops": self.peak}),
+            validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed, **self.cost.facts(self.peak),
         )  # fmt: skip
         for text in (*(self.checkpoints.messages if self.checkpoints else ()), *self.step.messages):
             self.reports.emit("note", step=self.progress.step, text=text)

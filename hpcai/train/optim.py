@@ -1,8 +1,9 @@
 """Optimizers that update a flat parameter in one fused pass over weights, gradient, moments and average, or change nothing if a
 device scalar is set. Nothing is read from the device, so that a step can be captured."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from itertools import accumulate, groupby
 from math import prod
 from typing import Any
 
@@ -35,9 +36,9 @@ class _State:
         wide = flat_param.weights.dtype in (torch.float32, torch.float64)
         self._master = None if wide else flat_param.weights.float()
         dtype = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
-        first = flat_param.views[0]
-        is_left = cfg.optimizer == "muon" and not _is_muon_matrix(first.name, first.spec.global_shape, cfg)
-        self.optimizer = "adamw" if is_left else cfg.optimizer
+        view = flat_param.views[0]
+        is_matrix = len(view.spec.global_shape) in _MATRIX_DIMS and any(fnmatchcase(view.name, each) for each in cfg.muon_names)
+        self.optimizer = "adamw" if cfg.optimizer == "muon" and not is_matrix else cfg.optimizer
         names = _MOMENTS[self.optimizer] if self.optimizer not in ("sgd", "lars") or cfg.momentum else ()
         self.moments = {name: torch.zeros_like(self.weights, dtype=dtype) for name in names}
         self.average = self.weights.clone() if cfg.ema_decay is not None else None
@@ -55,7 +56,7 @@ class _State:
 
 class Optimizer:
     """An optimizer of flat parameters: ``step(scale, skip)`` updates them by ``scale`` times their gradients (None: 1) with the
-    learning rate of ``set_lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take``
+    learning rate ``lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take``
     towards the weights. sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it
     (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
     You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. muon:
@@ -91,9 +92,6 @@ class Optimizer:
                     state.direction = torch.zeros_like(weights)
             self._table = torch.zeros((len(names), 2), dtype=first.dtype, device=first.device)
 
-    def set_lr(self, lr: float) -> None:
-        self.lr.fill_(lr)
-
     @torch.no_grad()
     def step(self, scale: Tensor | None, skip: Tensor) -> None:
         cfg = self.cfg
@@ -105,15 +103,13 @@ class Optimizer:
             return
         self._muon_step({state: gradient for state, gradient in present if state.optimizer == "muon"}, scale, skip)
         for state, gradient in present:
-            if state.optimizer == "muon":
-                continue
-            if cfg.optimizer == "sgd":
+            if state.optimizer == "sgd":
                 fused_optimizer.sgd_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, found_inf=skip,
                     momentum=cfg.momentum, weight_decay=state.decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov,
                     seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
                 )  # fmt: skip
-            else:
+            elif state.optimizer != "muon":
                 fused_optimizer.adam_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], lr=self.lr, step=self.count,
                     scale=scale, found_inf=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=state.decay,
@@ -216,42 +212,23 @@ class Optimizer:
 
 
 def _group_matrices(states: list[_State], size: float) -> list[tuple[list[_State], MatrixGroup]]:
-    """Group the states of matrices that are sharded over the same axes, of up to about ``size`` bytes, in their order."""
-    groups: list[list[_State]] = []
-    filled, axes = size, None
-    for state in states:
-        if filled >= size or axes != state.flat_param.sharded_axes:
-            groups.append([])
-            filled, axes = 0.0, state.flat_param.sharded_axes
-        groups[-1].append(state)
-        filled += state.weights.itemsize * sum(prod(view.spec.global_shape) for view in state.flat_param.views)
+    """Group neighbours among the states of matrices that are sharded over the same axes, into groups of about ``size`` bytes."""
+    nbytes = (s.weights.itemsize * sum(prod(view.spec.global_shape) for view in s.flat_param.views) for s in states)
+    pairs = groupby(zip(states, accumulate(nbytes)), lambda pair: (pair[0].flat_param.sharded_axes, pair[1] // size))
+    groups = [[state for state, _ in group] for _, group in pairs]
     return [(group, MatrixGroup([state.flat_param for state in group])) for group in groups]
 
 
-def match_decay_names(model: nn.Module, cfg: StepConfig, stages: Axis = ALONE) -> set[str]:
-    """Return the names of parameters that ``cfg.decay_names`` matches. Raises ConfigError for a pattern that matches none on any
-    rank along ``stages``."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    patterns = cfg.decay_names if cfg.weight_decay or cfg.optimizer in ("lamb", "lars") else ()
-    return _match_names(names, "decay_names", patterns, stages)
-
-
-def match_muon_names(model: nn.Module, cfg: StepConfig, stages: Axis = ALONE) -> set[str]:
-    """Return the names of the matrices that Muon updates. Raises ConfigError as ``match_decay_names``."""
-    if cfg.optimizer != "muon":
-        return set()
-    matrices = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim in _MATRIX_DIMS]
-    return _match_names(matrices, "muon_names", cfg.muon_names, stages)
-
-
-def _is_muon_matrix(name: str, shape: tuple[int, ...], cfg: StepConfig) -> bool:
-    return len(shape) in _MATRIX_DIMS and any(fnmatchcase(name, pattern) for pattern in cfg.muon_names)
-
-
-def _match_names(names: list[str], setting: str, patterns: Collection[str], stages: Axis) -> set[str]:
+def match_names(model: nn.Module, cfg: StepConfig, setting: str = "decay_names", stages: Axis = ALONE) -> set[str]:
+    """Return the names of parameters that ``cfg.decay_names`` matches, or of matrices that ``cfg.muon_names`` matches, if the
+    optimizer uses them. Raises ConfigError for a pattern that matches none on any rank along ``stages``."""
+    is_muon = setting == "muon_names"
+    names = [name for name, p in model.named_parameters() if p.requires_grad and (not is_muon or p.ndim in _MATRIX_DIMS)]
+    is_used = cfg.optimizer == "muon" if is_muon else cfg.weight_decay or cfg.optimizer in ("lamb", "lars")
+    patterns = getattr(cfg, setting) if is_used else ()
     seen = all_gather_object([any(fnmatchcase(name, pattern) for name in names) for pattern in patterns], stages)
     for pattern, *matches in zip(patterns, *seen):
         if not any(matches):
-            kind = "matrix" if setting == "muon_names" else "parameter"
+            kind = "matrix" if is_muon else "parameter"
             raise ConfigError(f"step.{setting}: {pattern!r} matches no {kind}; the model has {', '.join(names[:20])}")
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}

@@ -87,11 +87,11 @@ def _tiles(run: RunRecord) -> str:
     if name and (best := run.best(name)):
         target = f", target {format_number(run.target(name))}" if run.target(name) is not None else ""
         rows.append((f"best validation {name}", format_number(best[1]), f"at step {best[0]:,}{target}"))
-    if (median := run.throughput) is not None:
+    rates = run.rates
+    if (median := rates.pop("samples_per_second", None)) is not None:
         world = run.start.get("world") or 1
         each = f"; {format_rate(median / world)} per process" if world > 1 else ""
-        others = format_rates({name: rate for name, rate in run.rates.items() if name != "samples_per_second"})
-        rows.append(("throughput", format_rate(median), "; ".join([f"median{each}", *others])))
+        rows.append(("throughput", format_rate(median), "; ".join([f"median{each}", *format_rates(rates)])))
     rows.append(("training time", format_duration(run.seconds), f"{last.get('samples') or 0:,} samples seen"))
     steps, planned = last.get("step") or 0, run.start.get("steps")
     share = f"{100 * steps / planned:.0f} % of the plan" if planned else ""

@@ -150,11 +150,6 @@ class RunRecord:
         return float(self.training_time[1].max())
 
     @property
-    def throughput(self) -> float | None:
-        """The median of samples per second over all reports, or None without one."""
-        return self.rates.get("samples_per_second")
-
-    @property
     def rates(self) -> dict[str, float]:
         """The medians over all reports of samples and other units per second, and of the model FLOPs utilization."""
         names = dict.fromkeys(name for event in self.events_of("train") for name in event)

@@ -309,8 +309,8 @@ def test_units_per_second_and_mfu_are_in_the_reports(
 ) -> None:
     monkeypatch.setattr(loop, "peak_flops", lambda cfg, mesh: 2e9)
     cfg, cost = Config(report=ReportConfig(directory=tmp_path)), train.SampleCost({"tokens": 256}, 4e3, "6 a weight")
-    with train.Run("test", cfg, dist.single_process()) as run:
-        result = train.fit(new_step(), batches(), TrainConfig(steps=2), run=run, cost=cost)
+    with train.Run("test", cfg, dist.single_process(), cost=cost) as run:
+        result = train.fit(new_step(), batches(), TrainConfig(steps=2), run=run)
     start, row = (next(event for event in read_events(tmp_path) if event["kind"] == kind) for kind in ("start", "train"))
     rate = row["samples_per_second"]
     assert row["tokens_per_second"] == pytest.approx(256 * rate) and row["mfu"] == pytest.approx(4e3 * rate / 2e9)

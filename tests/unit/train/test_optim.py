@@ -9,7 +9,7 @@ from hpcai.errors import ConfigError
 from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.settings import StepConfig
 from hpcai.train.muon import orthogonalize
-from hpcai.train.optim import Optimizer, match_decay_names, match_muon_names
+from hpcai.train.optim import Optimizer, match_names
 
 RATES = [0.0, 0.05, 0.1, 0.1, 0.025, 0.0, 0.01]
 
@@ -26,7 +26,7 @@ def make_gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
 
 def new_optimizer(model: nn.Module, cfg: StepConfig) -> Optimizer:
     alone = dist.single_process(torch.device("cpu"))
-    reducer = GradientReducer(model, alone, decays=match_decay_names(model, cfg), matrices=match_muon_names(model, cfg))
+    reducer = GradientReducer(model, alone, decays=match_names(model, cfg), matrices=match_names(model, cfg, "muon_names"))
     return Optimizer(reducer.flat_parameters, cfg)
 
 
@@ -36,7 +36,7 @@ def train(cfg: StepConfig) -> nn.Module:
     for step, lr in enumerate(RATES):
         for p, g in zip(model.parameters(), make_gradients(model, step)):
             p.grad = g
-        optimizer.set_lr(lr)
+        optimizer.lr.fill_(lr)
         optimizer.step(None, torch.tensor(0.0))
     return model
 
