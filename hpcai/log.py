@@ -5,11 +5,12 @@ The training loop emits each event once, with numbers and text as fields, and ev
 ========== ===========================================================================================================
 start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
             global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1),
-            versions (optional: of packages, by name)
+            versions (optional: of packages, by name), flops_per_sample, flops_convention, peak_flops of all GPUs (optional)
 startup     step (the first one of this job), seconds (from the start of the process to its end), parts (seconds by name, of the
             slowest process)
 epoch       epoch (from 0), step: an epoch begins, or continues after a resume
 train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics;
+            tokens_per_second or other units (optional), mfu (optional: fraction of peak_flops);
             parts (optional: seconds per step by name, of the first process, means since the previous report; on a GPU forward,
             backward, reduce and update are those of one step; names: hpcai.train.step_clock.PARTS);
             gpu_power_w, gpu_power_limit_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c,
@@ -364,9 +365,16 @@ def format_number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
-def format_rate(rate: float) -> str:
+def format_rate(rate: float, unit: str = "samples") -> str:
     """Format samples per second, without decimals from 100 on."""
-    return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
+    return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s"
+
+
+def format_rates(fields: Mapping[str, Any]) -> list[str]:
+    """Format the rates of a `train` event: samples per second, other units, and the model FLOPs utilization."""
+    names = [name for name in fields if name.endswith("_per_second") and fields[name]]
+    rates = [format_rate(fields[name], name.removesuffix("_per_second")) for name in names]
+    return rates + ([f"MFU {100 * fields['mfu']:.1f} %"] if "mfu" in fields else [])
 
 
 def format_reason(fields: Mapping[str, Any]) -> str:
@@ -376,13 +384,13 @@ def format_reason(fields: Mapping[str, Any]) -> str:
     return text + (", target reached" if fields.get("target_reached") and reason != "target" else "")
 
 
-_NOT_METRICS = {"step", "epoch", "samples", "seconds", "samples_per_second", "lr"}
+_NOT_METRICS = {"step", "epoch", "samples", "seconds", "mfu", "lr"}
 
 
 def select_metrics(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the loss and the metrics among the fields of a `train` or `evaluate` event."""
     return {name: value for name, value in fields.items()
-            if name not in _NOT_METRICS and not name.startswith("gpu_")
+            if name not in _NOT_METRICS and not name.startswith("gpu_") and not name.endswith("_per_second")
             and isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
@@ -447,8 +455,7 @@ class Terminal:
         parts += [f"{name} {format_number(value)}" for name, value in select_metrics(fields).items()]
         if "lr" in fields:
             parts.append(f"lr {fields['lr']:.1e}")
-        if rate := fields.get("samples_per_second"):
-            parts.append(format_rate(rate))
+        parts += format_rates(fields)
         if (left := self._remaining_seconds(event)) is not None:
             parts.append(f"ETA {format_duration(left)}")
         return parts
@@ -517,7 +524,8 @@ def name_scalars(event: Event) -> dict[str, float]:
     if event.kind not in ("train", "evaluate") or event.fields.get("step") is None:
         return {}
     values = select_metrics(event.fields) | {name: value for name, value in event.fields.items() if event.kind == "train"
-                                             and (name in ("lr", "samples_per_second", "epoch") or name.startswith("gpu_"))}
+                                             and (name in ("lr", "mfu", "epoch") or name.startswith("gpu_")
+                                                  or name.endswith("_per_second"))}
     return {f"{event.kind}/{name}": value for name, value in values.items()}
 
 

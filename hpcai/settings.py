@@ -171,16 +171,20 @@ class ScheduleConfig(Settings):
     """length of the linear warm-up from `start` to the learning rate"""
     start: Annotated[float, Field(ge=0)] = 0.0
     """learning rate at the first step of the warm-up"""
-    decay: Literal["none", "steps", "linear", "cosine"] = "none"
-    """after the warm-up: constant; factors `decay_to` from epochs `decay_at` on; linear or cosine to `floor` at the last step"""
+    decay: Literal["none", "steps", "linear", "cosine", "sqrt"] = "none"
+    """after the warm-up: constant; factors `decay_to` from epochs `decay_at` on; linear, cosine or 1 - sqrt to `floor` at the last
+    step"""
     length: Annotated[float, Field(gt=0)] | None = None
-    """length of the linear or cosine decay after the warm-up; null: to the last step. A cosine rises again after it (torch)"""
+    """length of the linear, cosine or sqrt decay; null: from the warm-up to the last step. A cosine rises again after it (torch)"""
+    stable: bool = False
+    """warm-up-stable-decay (WSD): the rate is constant after the warm-up, and the decay takes the last `length` of the run, which
+    may be made longer until then; otherwise the decay follows the warm-up"""
     decay_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """epochs (or steps) at which the factors begin"""
     decay_to: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """factors of the learning rate, one per entry of `decay_at`"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """last factor of a linear or cosine decay"""
+    """last factor of a linear, cosine or sqrt decay"""
     first_step: Literal[0, 1] = 0
     """number of the first step: 0, at `start`, or 1, one step up the warm-up"""
     held: bool = False
@@ -200,8 +204,10 @@ class ScheduleConfig(Settings):
             raise ValueError(f"decay_at {list(self.decay_at)} must rise")
         if (self.decay == "steps") != bool(self.decay_at):
             raise ValueError("decay: steps needs decay_at and decay_to, and they need decay: steps")
-        if self.length is not None and self.decay not in ("linear", "cosine"):
-            raise ValueError(f"length is {self.length:g}, but decay is {self.decay}; only linear and cosine have a length")
+        if self.length is not None and self.decay in ("none", "steps"):
+            raise ValueError(f"length is {self.length:g}, but decay is {self.decay}; only linear, cosine and sqrt have a length")
+        if self.stable and self.length is None:
+            raise ValueError("stable is true, but length is null; give the length of the decay, such as a tenth of the run")
         if self.unit == "steps" and self.held:
             raise ValueError("held is true, which keeps the rate for an epoch, but unit is steps; expected epochs, or held: false")
         return self
@@ -233,9 +239,9 @@ class StepConfig(Settings):
     sample"""
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """size in MB of the gradient buckets, whose all-reduce overlaps with the backward pass"""
-    optimizer: Literal["sgd", "adam", "adamw", "lamb", "lars"] = "adamw"
+    optimizer: Literal["sgd", "adam", "adamw", "lamb", "lars", "muon"] = "adamw"
     """sgd: momentum; adam: weight decay in the gradient; adamw: decoupled weight decay; lamb, lars: for large batches, with a trust
-    ratio for each parameter in `decay_names`"""
+    ratio for each parameter in `decay_names`; muon: orthogonalized momentum for the matrices in `muon_names`, adamw for the rest"""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """peak learning rate"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -244,8 +250,12 @@ class StepConfig(Settings):
     """sgd: v = momentum*v + lr*g, p -= v (Keras and the MLPerf codes), not v = momentum*v + g, p -= lr*v (torch)"""
     nesterov: bool = False
     """sgd: Nesterov momentum"""
+    muon_momentum: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    """Nesterov momentum of muon"""
+    muon_names: tuple[str, ...] = ("*.[0-9]*.weight",)
+    """matrices that muon updates, as shell patterns of their names; by default those of repeated layers, which have numbers"""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """decay rates of the two moments of adam, adamw and lamb"""
+    """decay rates of the two moments of adam, adamw (also of muon) and lamb"""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """adam, adamw, lamb: added to the denominator"""
     trust: Annotated[float, Field(gt=0)] = 0.001
@@ -253,7 +263,7 @@ class StepConfig(Settings):
     moments: Literal["fp32", "bf16"] = "fp32"
     """bf16: moments in half the memory, with stochastic rounding"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """sgd, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb: decoupled"""
+    """sgd, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb, muon: decoupled"""
     decay_names: tuple[str, ...] = ("*.weight",)
     """parameters with weight decay, as shell patterns of their names"""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -29,8 +29,9 @@ def main(cfg: Config) -> None:
     cfg = complete_settings(cfg)
     with dist.start(cfg.mesh) as mesh:
         memory.check_memory(cfg, mesh)
-        benchmark = BENCHMARKS.get(cfg.benchmark or "")
-        with train.Run("llm", cfg, mesh, benchmark) as run, build_loaders(cfg, mesh) as (training, validation, pictures):
+        benchmark, tokens = BENCHMARKS.get(cfg.benchmark or ""), memory.row_tokens(cfg)
+        cost = train.SampleCost({"tokens": tokens}, tokens * memory.flops_per_token(cfg, tokens, False), memory.CONVENTION)
+        with train.Run("llm", cfg, mesh, benchmark, cost) as run, build_loaders(cfg, mesh) as (training, validation, pictures):
             with train.seeds(cfg.train.seed):
                 model = build_model(cfg, mesh)
             step = train.Step(model, llm.loss, cfg.step, mesh, pipeline=llm.build_pipeline(model, mesh, **cfg.stages.model_dump()))

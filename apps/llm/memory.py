@@ -24,7 +24,8 @@ _MARGIN = 1.15
 _LOGITS = 1 << 28  # bytes of float32 logits that a GPU computes at a time (hpcai.kernels.chunking)
 _BF16_SUM_RANKS = 4  # most ranks whose gradients are reduced in bfloat16 (hpcai.parallel.data_parallel)
 _AFTER_NORMS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers whose input is the output of a norm
-_MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1}  # lamb's third is the direction
+_MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1, "muon": 1}  # lamb's third is the direction
+CONVENTION = "6 FLOPs a token for each weight of a matrix (4 if frozen), attention in full"
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _estimate_rank(cfg: Config, sizes: MeshSizes, rank: int) -> dict[str, float]
     layer = (m.count_parameters(0) - _embedding_parameters(cfg)) / m.layers / n + experts + 2 * keys * m.head_dim * m.width / n
     ends = _embedding_parameters(cfg) / n if sizes.pipeline == 1 else m.vocabulary * m.width / n
     different = local_layers * experts if parallel > 1 else 0.0  # replicas do not shard what they do not share
-    nbytes = _state_bytes(cfg, sizes, local_layers * layer + ends - different, trained=cfg.lora is None)
+    nbytes = _state_bytes(cfg, sizes, local_layers * layer + ends - different, trained=cfg.lora is None, ends=ends)
     for name, value in _state_bytes(cfg, sizes, different, trained=cfg.lora is None, shard="none").items():
         nbytes[name] += value
     adapters = _adapter_parameters(cfg) * local_layers / m.layers / n if cfg.lora else 0.0
@@ -177,8 +178,11 @@ def _element_bytes(cfg: Config) -> tuple[int, int]:
     return {"fp32": (4, 4), "fp64": (8, 8), "bf16-params": (2, 2)}.get(cfg.step.precision, (4, 2))
 
 
-def _state_bytes(cfg: Config, sizes: MeshSizes, count: float, trained: bool, shard: str | None = None) -> dict[str, float]:
-    """Return the bytes of weights, gradient buckets and optimizer state (Rajbhandari et al., "ZeRO", SC20, table 1)."""
+def _state_bytes(
+    cfg: Config, sizes: MeshSizes, count: float, trained: bool, ends: float = 0.0, shard: str | None = None
+) -> dict[str, float]:
+    """Return the bytes of weights, gradient buckets and optimizer state (Rajbhandari et al., "ZeRO", SC20, table 1). ``ends``: How
+    many of the parameters are outside the layers, which AdamW updates beside Muon."""
     step, replicas = cfg.step, sizes.replicate
     narrow, wide = step.precision == "bf16-params", 8 if step.precision == "fp64" else 4
     shard = shard or (step.shard if replicas > 1 else "none")
@@ -188,11 +192,11 @@ def _state_bytes(cfg: Config, sizes: MeshSizes, count: float, trained: bool, sha
     moment = 2 if step.moments == "bf16" else wide
     moments = _MOMENTS[step.optimizer] - (step.optimizer in ("sgd", "lars") and not step.momentum)
     moment_bytes = wide + moment * (moments - 1) if step.optimizer == "lamb" else moment * moments
-    updated = count * fraction * trained
+    updated, second = count * fraction * trained, ends * fraction * trained * moment if step.optimizer == "muon" else 0.0
     return {
         "weights": weight * count * (fraction if shard == "weights" else 1),
         "gradients": sums * count * trained * {"none": 1.0, "optimizer": 1 + fraction, "weights": fraction}[shard],
-        "optimizer": updated * (moment_bytes + (wide if weight == 2 else 0)),  # with the master weights
+        "optimizer": second + updated * (moment_bytes + (wide if weight == 2 else 0)),  # with the master weights
         "average": updated * wide if step.ema_decay is not None else 0.0,
     }
 

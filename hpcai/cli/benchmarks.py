@@ -34,7 +34,7 @@ from hpcai.kernels import triton_support
 from hpcai.settings import RunConfig, StepConfig
 from hpcai.train.auto_settings import has_fast_bf16
 from hpcai.train.evaluation import choose_evaluation
-from hpcai.train.optim import match_decay_names
+from hpcai.train.optim import match_names
 from hpcai.train.step import Step
 
 Enabled = frozenset[str]
@@ -377,7 +377,7 @@ class TorchOptimizerStep(Step):
         super().__init__(model, function, cfg, mesh, **kwargs)
         for state in self.optimizer.states:
             state.moments.clear()
-        self.torch_optimizer = torch_optimizer(model, cfg, match_decay_names(model, cfg))
+        self.torch_optimizer = torch_optimizer(model, cfg, match_names(model, cfg))
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Any]:
         for group in self.torch_optimizer.param_groups:

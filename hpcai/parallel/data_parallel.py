@@ -117,14 +117,15 @@ class GradientReducer:
 
     A step calls ``zero_grad()``, sets ``is_last_backward`` before its last backward pass, calls ``reduce()``, updates the
     ``flat_parameters``, and calls ``all_gather_parameters()``. Parameters are broadcast at construction, so that replicas start
-    equal. ``decays``: Names of parameters with weight decay. ``float32_sums``: Sum 16-bit gradients in float32, as over more than
-    ``MAX_BF16_RANKS`` ranks. On one CPU process gradients stay where autograd puts them, and each parameter is its own flat
-    parameter, unless they need the same memory in every step (``fixed``).
+    equal. ``decays``: Names of parameters with weight decay. ``matrices``: Names of those that Muon updates, which share no bucket
+    with others. ``float32_sums``: Sum 16-bit gradients in float32, as over more than ``MAX_BF16_RANKS`` ranks. On one CPU process
+    gradients stay where autograd puts them, and each parameter is its own flat parameter, unless they need the same memory in every
+    step (``fixed``).
     """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, bucket_mb: float = 25.0, decays: Collection[str] = (), float32_sums: bool = False,
-        fixed: bool = False,
+        fixed: bool = False, matrices: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.model, self.mesh, self.float32_sums = model, mesh, float32_sums
         self.is_last_backward = True
@@ -137,7 +138,7 @@ class GradientReducer:
         local = {n: p for n, p in named.items() if triton_support.on_cpu(p) and not (axes[p] or fixed)}
         in_place = {n for n, p in local.items() if self._sum_dtype(p, ()) == p.dtype}
         bucketed = {name: p for name, p in named.items() if name not in in_place}
-        groups = _assign_buckets(bucketed, axes, bucket_mb * 1e6, decays)
+        groups = _assign_buckets(bucketed, axes, bucket_mb * 1e6, decays, matrices)
         self.buckets = [self._bucket({n: named[n] for n in group}, axes[named[group[0]]], group[0] in decays) for group in groups]
         self.flat_parameters = [bucket.flat_parameter() for bucket in self.buckets]
         names = sorted(in_place)
@@ -226,14 +227,16 @@ def _address(tensor: Tensor) -> tuple[Any, Any]:
 
 def _assign_buckets(
     parameters: dict[str, nn.Parameter], axes: dict[nn.Parameter, tuple[Axis, ...]], size: float, decays: Collection[str],
+    matrices: Collection[str],
 ) -> list[list[str]]:  # fmt: skip
-    """Group parameters of one dtype, set of axes and decay into buckets of about ``size`` bytes, in backward order."""
+    """Group parameters of one dtype, set of axes, decay and optimizer into buckets of about ``size`` bytes, in backward order."""
     open_groups: dict[tuple, list[str]] = {}
     filled: Counter[tuple] = Counter()
     closed: list[list[str]] = []
     for name, parameter in reversed(parameters.items()):
         spec, dtype = shard_spec(parameter), parameter.dtype
-        key = (dtype, parameter.device, axes[parameter], spec.axes, spec.exclusive_axes, sum_axes(parameter), name in decays)
+        key = (dtype, parameter.device, axes[parameter], spec.axes, spec.exclusive_axes, sum_axes(parameter), name in decays,
+               name in matrices)  # fmt: skip
         open_groups.setdefault(key, []).append(name)
         filled[key] += parameter.nbytes
         if filled[key] >= size:

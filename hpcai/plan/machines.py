@@ -1,16 +1,15 @@
-"""GPUs and interconnects, by the data sheets of their vendors (machines.toml), and the efficiencies that are assumed.
+"""GPUs and interconnects, by the data sheets of their vendors (hpcai.dist.gpus), and the efficiencies that are assumed.
 
 Efficiencies are equal for all GPUs and networks, and were set before any plan was compared with a published run: large matrix
 products in bfloat16 reach 0.7 of the peak rate, memory traffic 0.85 of the bandwidth, communication 0.8 of the link rate.
 """
 
 import math
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from hpcai.dist.gpus import SHEETS
 from hpcai.errors import ConfigError
 
 _COMPUTE, _MEMORY, _LINK = 0.7, 0.85, 0.8  # efficiencies
@@ -59,7 +58,7 @@ class Machine:
 
 
 def _machine(name: str, sheet: dict[str, Any]) -> Machine:
-    """Return the machine of a data sheet in machines.toml."""
+    """Return the machine of a data sheet."""
     widths = {"fp8": 1, "bf16": 2, "tf32": 4, "fp64": 8}
     flops = {widths[kind]: _COMPUTE * rate * 1e12 for kind, rate in {**sheet["tflops"], "fp64": 60}.items()}
     intra_node, inter_node = (_LINK * sheet[place] * 1e9 for place in ("intra_node", "inter_node"))
@@ -69,8 +68,7 @@ def _machine(name: str, sheet: dict[str, Any]) -> Machine:
     )  # fmt: skip
 
 
-_SHEETS = tomllib.loads(Path(__file__).with_name("machines.toml").read_text(encoding="utf-8"))
-MACHINES = {name: _machine(name, sheet) for name, sheet in _SHEETS.items()}
+MACHINES = {name: _machine(name, sheet) for name, sheet in SHEETS.items()}
 
 
 def find_machine(name: str, **changes: object) -> Machine:

@@ -8,6 +8,7 @@ __getattr__, __all__ = attach(
         ".step": ["Step", "MicroBatches"],
         ".loop": ["fit"],
         ".run": ["Result", "Run"],
+        ".throughput": ["SampleCost"],
         ".checkpoint": ["Checkpoints"],
         ".rng": ["seed_all", "seeds"],
         ".evaluation": ["evaluate", "predict"],

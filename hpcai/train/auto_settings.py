@@ -16,7 +16,7 @@ from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.parallel.fsdp import FSDP, ShardedReducer
 from hpcai.settings import StepConfig
 from hpcai.train.compiling import repeated_blocks
-from hpcai.train.optim import match_decay_names
+from hpcai.train.optim import match_names
 
 
 def resolve_auto(cfg: StepConfig, mesh: Mesh, custom_graph: bool = False) -> tuple[StepConfig, list[str]]:
@@ -108,7 +108,8 @@ def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientRedu
     setting."""
     if cfg.compile == "whole" and mesh["pipeline"].size > 1:
         raise ConfigError("step.compile is whole, but no rank of a pipeline has the full model; set it to blocks or none")
-    decays, alone = match_decay_names(model, cfg, mesh["pipeline"]), mesh["replicate"].size == 1
+    decays, matrices = (match_names(model, cfg, setting, mesh["pipeline"]) for setting in ("decay_names", "muon_names"))
+    alone = mesh["replicate"].size == 1
     axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:
         return FSDP(model, mesh, decays, repeated_blocks(model), axes, cfg.precision == "bf16-params")
@@ -116,9 +117,9 @@ def build_reducer(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientRedu
         cast_to_bf16(model)
     accumulates = cfg.accumulate > 1
     if cfg.shard == "none" or alone:
-        return GradientReducer(model, mesh, cfg.bucket_mb, decays, accumulates, fixed=cfg.capture != "none")
+        return GradientReducer(model, mesh, cfg.bucket_mb, decays, accumulates, fixed=cfg.capture != "none", matrices=matrices)
     overlap = cfg.capture == cfg.compile == "none"
-    return ShardedReducer(model, mesh, cfg.bucket_mb, decays, accumulates, axes, overlap)
+    return ShardedReducer(model, mesh, cfg.bucket_mb, decays, accumulates, axes, overlap, matrices)
 
 
 def cast_to_bf16(model: nn.Module) -> None:

@@ -31,6 +31,7 @@ from hpcai.train.schedule import make_lr_schedule
 from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
 from hpcai.train.step_clock import BETWEEN, Marks
+from hpcai.train.throughput import peak_flops
 
 ENERGY = ("gpu", "cpu", "memory")
 """Kinds of energy: of GPUs, by each rank, and of CPUs and their memory, by the first rank of each node."""
@@ -117,7 +118,8 @@ class _Training:
         self.processors: RaplCounters | None = None  # of the node, on its first rank
         self._nodes = self._first_sample = 0
         self._target_position: Position | None = None  # at which the target was reached
-        self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
+        self.run, self.reports, self.checkpoints, self.cost = run, run.reports, run.checkpoints, run.cost
+        self.peak = None if self.cost.flops is None else peak_flops(step.cfg, self.mesh)
         self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
         self.lr_at: Callable[[int], float] = make_lr_schedule(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
         self.metric_sums = MetricSums()
@@ -307,9 +309,10 @@ class _Training:
         self.result.reports.append(Report(step, values))
         self._log_news(self.data)
         self._log_news(self.step)
+        rate = (samples - seen) / max(seconds, 1e-9)
         self.reports.emit(
-            "train", **reading.position, seconds=self.progress.seconds, samples_per_second=(samples - seen) / max(seconds, 1e-9),
-            lr=self.lr_at(step - 1), **({"parts": parts} | values), **self._gpu_readings(samples - seen),
+            "train", **reading.position, seconds=self.progress.seconds, samples_per_second=rate, lr=self.lr_at(step - 1),
+            **({"parts": parts} | self.cost.rates(rate, self.peak) | values), **self._gpu_readings(samples - seen),
         )  # fmt: skip
 
     def _gpu_readings(self, samples: int) -> dict[str, float]:
@@ -467,7 +470,7 @@ class _Training:
             parameters=_count_parameters(self.step.model, self.mesh),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.batch_size,
             train_samples=getattr(self.data, "dataset_size", self.data.samples),  # from which an epoch's samples are drawn
-            validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
+            validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed, **self.cost.facts(self.peak),
         )  # fmt: skip
         for text in (*(self.checkpoints.messages if self.checkpoints else ()), *self.step.messages):
             self.reports.emit("note", step=self.progress.step, text=text)

@@ -3,6 +3,8 @@ device scalar is set. Nothing is read from the device, so that a step can be cap
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from itertools import accumulate, groupby
+from math import prod
 from typing import Any
 
 import torch
@@ -14,13 +16,16 @@ from hpcai.errors import ConfigError
 from hpcai.kernels import fused_optimizer
 from hpcai.parallel.sharding import ALONE, FlatParameter, FlatShard, local_view
 from hpcai.settings import StepConfig
+from hpcai.train.muon import MatrixGroup
 
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-_MOMENTS |= {"adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"]}
+_MOMENTS |= {"adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"], "muon": _MOMENTS["sgd"]}
+_MATRIX_DIMS = 2, 3  # a weight with 3 dims is a stack of matrices, such as those of experts
 
 
 class _State:
-    """The optimizer state of one flat parameter; LAMB and LARS also have ``segments``, ``table_indices`` and ``direction``."""
+    """The optimizer state of one flat parameter; LAMB and LARS also have ``segments``, ``table_indices`` and ``direction``.
+    ``optimizer``: That of the settings, or AdamW for what Muon does not update."""
 
     segments: fused_optimizer.Segments
     table_indices: Tensor  # [parameters] indices into the table of norms
@@ -31,7 +36,10 @@ class _State:
         wide = flat_param.weights.dtype in (torch.float32, torch.float64)
         self._master = None if wide else flat_param.weights.float()
         dtype = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
-        names = _MOMENTS[cfg.optimizer] if cfg.optimizer not in ("sgd", "lars") or cfg.momentum else ()
+        view = flat_param.views[0]
+        is_matrix = len(view.spec.global_shape) in _MATRIX_DIMS and any(fnmatchcase(view.name, each) for each in cfg.muon_names)
+        self.optimizer = "adamw" if cfg.optimizer == "muon" and not is_matrix else cfg.optimizer
+        names = _MOMENTS[self.optimizer] if self.optimizer not in ("sgd", "lars") or cfg.momentum else ()
         self.moments = {name: torch.zeros_like(self.weights, dtype=dtype) for name in names}
         self.average = self.weights.clone() if cfg.ema_decay is not None else None
         self.decay = cfg.weight_decay if flat_param.decays else 0.0
@@ -48,11 +56,12 @@ class _State:
 
 class Optimizer:
     """An optimizer of flat parameters: ``step(scale, skip)`` updates them by ``scale`` times their gradients (None: 1) with the
-    learning rate of ``set_lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take``
+    learning rate ``lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take``
     towards the weights. sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it
     (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
-    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. Weights
-    narrower than float32 have a float32 master copy here, which is updated, averaged and saved."""
+    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. muon:
+    ``hpcai.train.muon``, with Nesterov momentum, and AdamW for all but the matrices that ``muon_names`` matches. Weights narrower
+    than float32 have a float32 master copy here, which is updated, averaged and saved."""
 
     def __init__(self, flat_params: list[FlatParameter], cfg: StepConfig) -> None:
         if not flat_params:
@@ -64,6 +73,8 @@ class Optimizer:
         self.take = torch.full_like(self.lr, 1.0 - (cfg.ema_decay or 0.0))
         self.count = torch.zeros((), device=first.device)  # number of updates
         self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
+        self._minus_one = torch.full_like(self.lr, -1.0)
+        self.matrix_groups = _group_matrices([state for state in self.states if state.optimizer == "muon"], cfg.bucket_mb * 1e6)
         if cfg.optimizer in ("lamb", "lars"):  # a row per parameter, in the same order on all ranks with shards of it
             names = sorted({part.name for row in flat_params for part in row.views})
             index = {name: i for i, name in enumerate(names)}
@@ -81,9 +92,6 @@ class Optimizer:
                     state.direction = torch.zeros_like(weights)
             self._table = torch.zeros((len(names), 2), dtype=first.dtype, device=first.device)
 
-    def set_lr(self, lr: float) -> None:
-        self.lr.fill_(lr)
-
     @torch.no_grad()
     def step(self, scale: Tensor | None, skip: Tensor) -> None:
         cfg = self.cfg
@@ -93,18 +101,19 @@ class Optimizer:
         if cfg.optimizer in ("lamb", "lars"):
             self._layerwise_step(present, scale, skip)
             return
+        self._muon_step({state: gradient for state, gradient in present if state.optimizer == "muon"}, scale, skip)
         for state, gradient in present:
-            if cfg.optimizer == "sgd":
+            if state.optimizer == "sgd":
                 fused_optimizer.sgd_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, found_inf=skip,
                     momentum=cfg.momentum, weight_decay=state.decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov,
                     seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
                 )  # fmt: skip
-            else:
+            elif state.optimizer != "muon":
                 fused_optimizer.adam_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], lr=self.lr, step=self.count,
                     scale=scale, found_inf=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=state.decay,
-                    decoupled=cfg.optimizer == "adamw", seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
+                    decoupled=state.optimizer == "adamw", seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
                 )  # fmt: skip
 
     def _copies(self, state: _State) -> dict[str, Any]:
@@ -149,6 +158,26 @@ class Optimizer:
                     state.weights, state.direction, state.segments, ratio, lr=self.lr, found_inf=skip, **self._copies(state)
                 )
 
+    def _muon_step(self, gradients: dict[_State, Tensor], scale: Tensor | None, skip: Tensor) -> None:
+        """Update the matrices of Muon. Ranks with shards of them all come here, because orthogonalization communicates."""
+        kwargs: dict[str, Any] = {"found_inf": skip, "lr_in_momentum": False}
+        for states, group in self.matrix_groups:
+            momenta = [torch.zeros_like(state.weights) for state in states]
+            for state, momentum in zip(states, momenta):
+                if state in gradients:  # with learning rate -1, SGD adds g + mu v to its weights
+                    fused_optimizer.sgd_(
+                        momentum, gradients[state], state.moments["momentum_buffer"], lr=self._minus_one, scale=scale,
+                        weight_decay=0.0, momentum=self.cfg.muon_momentum, nesterov=True, seed=self._seed,
+                        offset=state.flat_param.offset, **kwargs,
+                    )  # fmt: skip
+            group.orthogonalize_(momenta)
+            for state, update in zip(states, momenta):
+                if state in gradients:
+                    fused_optimizer.sgd_(
+                        state.weights, update, None, lr=self.lr, scale=None, momentum=0.0, weight_decay=state.decay, **kwargs,
+                        **self._copies(state),
+                    )  # fmt: skip
+
     def full_weights(self) -> dict[str, Tensor]:
         """Return the master weights by parameter, in the shapes of the model, of flat parameters that are not sharded."""
         rows = [(state.flat_param.views, state.weights) for state in self.states if state.flat_param.shard_axis.size == 1]
@@ -165,7 +194,7 @@ class Optimizer:
     def state(self) -> dict[str, Tensor | FlatShard]:
         """Return moments as ``<parameter>.<moment>``, and ``step``, the number of updates."""
         tensors: dict[str, Tensor | FlatShard] = {"step": self.count}
-        for moment in _MOMENTS[self.cfg.optimizer]:
+        for moment in dict.fromkeys(moment for state in self.states for moment in state.moments):
             moments = self._by_parameter(state.moments.get(moment) for state in self.states)
             tensors |= {f"{name}.{moment}": value for name, value in moments.items()}
         return tensors
@@ -182,13 +211,24 @@ class Optimizer:
                 state.low.copy_(state.weights)
 
 
-def match_decay_names(model: nn.Module, cfg: StepConfig, stages: Axis = ALONE) -> set[str]:
-    """Return the names of parameters that ``cfg.decay_names`` matches. Raises ConfigError for a pattern that matches none on any
-    rank along ``stages``."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    patterns = cfg.decay_names if cfg.weight_decay or cfg.optimizer in ("lamb", "lars") else ()
+def _group_matrices(states: list[_State], size: float) -> list[tuple[list[_State], MatrixGroup]]:
+    """Group neighbours among the states of matrices that are sharded over the same axes, into groups of about ``size`` bytes."""
+    nbytes = (s.weights.itemsize * sum(prod(view.spec.global_shape) for view in s.flat_param.views) for s in states)
+    pairs = groupby(zip(states, accumulate(nbytes)), lambda pair: (pair[0].flat_param.sharded_axes, pair[1] // size))
+    groups = [[state for state, _ in group] for _, group in pairs]
+    return [(group, MatrixGroup([state.flat_param for state in group])) for group in groups]
+
+
+def match_names(model: nn.Module, cfg: StepConfig, setting: str = "decay_names", stages: Axis = ALONE) -> set[str]:
+    """Return the names of parameters that ``cfg.decay_names`` matches, or of matrices that ``cfg.muon_names`` matches, if the
+    optimizer uses them. Raises ConfigError for a pattern that matches none on any rank along ``stages``."""
+    is_muon = setting == "muon_names"
+    names = [name for name, p in model.named_parameters() if p.requires_grad and (not is_muon or p.ndim in _MATRIX_DIMS)]
+    is_used = cfg.optimizer == "muon" if is_muon else cfg.weight_decay or cfg.optimizer in ("lamb", "lars")
+    patterns = getattr(cfg, setting) if is_used else ()
     seen = all_gather_object([any(fnmatchcase(name, pattern) for name in names) for pattern in patterns], stages)
     for pattern, *matches in zip(patterns, *seen):
         if not any(matches):
-            raise ConfigError(f"step.decay_names: {pattern!r} matches no parameter; the model has {', '.join(names[:20])}")
+            kind = "matrix" if is_muon else "parameter"
+            raise ConfigError(f"step.{setting}: {pattern!r} matches no {kind}; the model has {', '.join(names[:20])}")
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}

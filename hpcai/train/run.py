@@ -23,6 +23,7 @@ from hpcai.train.checkpoint_reader import Progress, export
 from hpcai.train.evaluation import PredictFunction, predict
 from hpcai.train.flight_recorder import FlightRecorder
 from hpcai.train.step import Step
+from hpcai.train.throughput import SampleCost
 
 
 @dataclass
@@ -56,11 +57,11 @@ class Result:
 
 class Run(AbstractContextManager["Run"]):
     """Reports and checkpoints of a run with the settings ``cfg``, which has ``report`` and ``checkpoint`` sections. Without
-    settings, or with ``report.directory: null``, nothing is written. ``benchmark``: the entries of its MLPerf log. As a context
-    manager it closes the sinks on exit."""
+    settings, or with ``report.directory: null``, nothing is written. ``benchmark``: the entries of its MLPerf log. ``cost``: of a
+    sample, for the reports. As a context manager it closes the sinks on exit."""
 
-    def __init__(self, name: str, cfg: Any, mesh: Mesh, benchmark: Benchmark | None = None) -> None:
-        self.name, self.mesh, self._cfg = name, mesh, cfg
+    def __init__(self, name: str, cfg: Any, mesh: Mesh, benchmark: Benchmark | None = None, cost: SampleCost | None = None) -> None:
+        self.name, self.mesh, self._cfg, self.cost = name, mesh, cfg, cost or SampleCost()
         self.settings: dict[str, Any] = {}
         self.directory: Path | None = None
         self.reports = log.Reports()

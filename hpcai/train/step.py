@@ -110,7 +110,7 @@ class Step:
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         startup.begin("first step")
-        self.optimizer.set_lr(self.cfg.lr if lr is None else lr)
+        self.optimizer.lr.fill_(self.cfg.lr if lr is None else lr)
         rng.seed_step(self._seed, self.mesh["replicate"].rank, self._steps)
         with span("step"):
             if self._capture is not None:

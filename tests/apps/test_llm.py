@@ -22,7 +22,7 @@ from hpcai import config, dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer
 from hpcai.models.llm.load import save_folder
-from hpcai.train.optim import match_decay_names
+from hpcai.train.optim import match_names
 from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import ROOT, damage, metric_by_step
 from tests.apps.small_apps import LLM as APP
@@ -119,8 +119,8 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(
 
 def test_weights_of_projections_decay_and_those_of_adapters_if_they_are_trained() -> None:
     cfg, model = Config().step, LLM(LLMConfig(vocabulary=9, width=8, layers=1, heads=2, inner=8, positions=4))
-    assert match_decay_names(model, cfg) == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
-    assert len(match_decay_names(llm.adapt(model, llm.LoRAConfig(rank=2)), cfg)) == 2 * len(llm.LoRAConfig().targets)
+    assert match_names(model, cfg) == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    assert len(match_names(llm.adapt(model, llm.LoRAConfig(rank=2)), cfg)) == 2 * len(llm.LoRAConfig().targets)
 
 
 def test_weights_of_other_sizes_and_tokenizers_are_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

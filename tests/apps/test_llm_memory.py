@@ -209,12 +209,12 @@ def test_a_run_that_does_not_fit_is_refused_with_settings_that_need_less() -> No
 
 
 @pytest.mark.parametrize("low_precision", [False, True])
-@pytest.mark.parametrize("name", ["lamb", "adamw", "sgd", "lars"])
+@pytest.mark.parametrize("name", ["lamb", "adamw", "sgd", "lars", "muon"])
 def test_the_estimate_of_optimizer_state_is_exact(name: Any, low_precision: bool) -> None:
     overrides = [f"step.optimizer={name}", f"step.precision={'bf16-params' if low_precision else 'fp32'}", "step.moments=bf16"]
     cfg = load_config(*overrides, "step.momentum=0.9")
     model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16 if low_precision else torch.float32)
-    states = Optimizer([as_flat_parameter("weight", model.weight, True, ())], cfg.step).states
+    states = Optimizer([as_flat_parameter("layers.0.weight", model.weight, True, ())], cfg.step).states
     tensors = [x for s in states for x in (s._master, getattr(s, "direction", None), *s.moments.values()) if x is not None]
     estimate = memory._state_bytes(cfg, memory.MeshSizes(1, 1, 1, 1), 64 * 32, trained=True)
     assert estimate["optimizer"] == sum(x.nbytes for x in tensors) > 0

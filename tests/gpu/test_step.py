@@ -31,6 +31,7 @@ CASES = [
     {"optimizer": "lamb", "ema_decay": 0.9},
     {"optimizer": "adamw", "ema_decay": 0.9},
     {"optimizer": "lars", "precision": "bf16-params"},
+    {"optimizer": "muon", "precision": "bf16-params", "muon_names": ("dense*.weight",)},
 ]
 
 

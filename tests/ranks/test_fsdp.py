@@ -79,7 +79,8 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Any]:
     return [tuple(x.to(dtype).chunk(axis.size)[axis.rank] for x in batch(i)) for i in range(first, first + steps)]
 
 
-CASES: list[Case] = [{"optimizer": optimizer, "shard": shard} for optimizer in ("adamw", "sgd", "lamb", "lars") for shard in SHARDS]
+OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "muon")
+CASES: list[Case] = [{"optimizer": optimizer, "shard": shard} for optimizer in OPTIMIZERS for shard in SHARDS]
 EXTRA_CASES: list[Case] = [
     {**settings, "shard": shard} for shard in SHARDS
     for settings in ({"accumulate": 2}, {"clip": None, "ema_decay": None})
@@ -145,7 +146,7 @@ def test_sharded_frozen_weights_are_bfloat16() -> None:
         assert pairs == {(True, torch.float32), (False, torch.bfloat16)}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 def test_a_checkpoint_loads_with_every_sharding(tmp_path: Path, optimizer: str) -> None:
     layouts: list[tuple[dict[str, int], Case]] = [
         ({"replicate": 1}, {}), ({"replicate": 2}, {"shard": "optimizer"}),

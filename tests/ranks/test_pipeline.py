@@ -135,7 +135,8 @@ CASES: list[tuple[dict[str, int], list[Case]]] = [
     ({"pipeline": 2}, [
         *map(odd, SCHEDULES), *map(tied, SCHEDULES[2:]), *({"model": "transposed", "pipeline": s} for s in SCHEDULES[1:3]),
         tied({"sizes": [3, 1]}), {"model": "untied", "pipeline": {"sizes": [0, 4]}, "accumulate": 8, "clip": None},
-        {"model": "five"}, tied({}, optimizer="lamb"), {"model": "odd", "optimizer": "lamb"}, tied(SCHEDULES[0], accumulate=1),
+        {"model": "five", "optimizer": "muon"}, tied({}, optimizer="lamb"), {"model": "odd", "optimizer": "lamb"},
+        tied(SCHEDULES[0], accumulate=1),
     ]),
     ({"pipeline": 4}, [
         *map(odd, SCHEDULES[:3]), *(tied(s, optimizer="lamb") for s in SCHEDULES[:3]), tied(SCHEDULES[0], accumulate=2),

@@ -17,14 +17,14 @@ from tests.ranks.training import Case
 
 CASES: list[Case] = [
     {"model": "tied", "optimizer": "lamb"}, {"model": "gpt", "packed": True}, {"model": "llama", "adapted": True},
-    {"model": "one key", "optimizer": "sgd"},
+    {"model": "one key", "optimizer": "sgd"}, {"model": "one key", "optimizer": "muon"},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}], ids=str)
 def test_sharded_equals_unsharded(axes: dict[str, int]) -> None:
     """The models use sequence parallelism; test_diffusion_transformers.py tests tensor parallelism without it."""
-    extra = [sharded for case in (CASES[0], CASES[3]) for sharded in with_shard(case, "optimizer", "weights")]
+    extra = [sharded for case in (CASES[0], *CASES[3:]) for sharded in with_shard(case, "optimizer", "weights")]
     check_sharded_equals_full(axes, CASES + extra if "replicate" in axes else CASES)
 
 

@@ -145,7 +145,7 @@ def test_update_and_average_in_one_pass_are_twice_as_fast_as_separate_ones() -> 
             for mean, parameter in zip(means, parameters):
                 mean.lerp_(parameter, 0.001)
 
-    step.optimizer.set_lr(1e-3)
+    step.optimizer.lr.fill_(1e-3)
     runs = {"torch": update_and_average, "ours": partial(step.optimizer.step, None, torch.zeros(()))}
     retry(lambda seconds: seconds["torch"] >= 2.0 * seconds["ours"], lambda: alternate(runs, 7))
 

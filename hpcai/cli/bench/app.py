@@ -25,7 +25,7 @@ from hpcai.cli.bench.timing import Row, alternate, machine_info, make_parser, pe
 from hpcai.cli.benchmarks import Implementation, Workload, find_workload, torch_optimizer
 from hpcai.errors import ConfigError
 from hpcai.train import rng
-from hpcai.train.optim import match_decay_names
+from hpcai.train.optim import match_names
 
 PARTS = ("steps", "memory")
 
@@ -140,7 +140,7 @@ def torch_training_step(implementation: Implementation, cfg: Any, batch: Any, de
     """Return a straightforward training step with torch's optimizer, a function that returns the loss."""
     model, autocast = implementation.model.to(device), cfg.step.precision == "bf16"
     try:
-        decays = match_decay_names(model, cfg.step)
+        decays = match_names(model, cfg.step)
     except ConfigError:  # a peer has other parameter names
         decays = set()
     optimizer = torch_optimizer(model, cfg.step, decays)

@@ -418,6 +418,8 @@ def _record_update(paper: StepTracer, step: Step) -> None:
         paper.add_kernel(
             "update", 2 * sum(x.nbytes for x in tensors if x is not None) + 2 * (0 if gradient is None else gradient.nbytes)
         )
+    for states, group in step.optimizer.matrix_groups:
+        group.orthogonalize_([torch.zeros_like(state.weights) for state in states])
 
 
 def _scale_events(events: Sequence[Event], ways: int, recorded: int, replicas: int) -> list[Event]:

@@ -108,7 +108,10 @@ def columns(comparison: Comparison, names: Sequence[str]) -> list[Column]:
     all_columns = [Column(f"best {name}", partial(_best, name=name)) for name in names]
     all_columns += [
         Column("last training loss", _last_loss), Column("time to target", _time_to_target, format_duration),
-        Column("training time", lambda run: run.seconds, format_duration), Column("samples/s", lambda run: run.throughput),
+        Column("training time", lambda run: run.seconds, format_duration),
+        Column("samples/s", lambda run: run.rates.get("samples_per_second")),
+        Column("tokens/s", lambda run: run.rates.get("tokens_per_second")),
+        Column("MFU in %", lambda run: 100 * run.rates["mfu"] if "mfu" in run.rates else None),
         Column("J a sample", lambda run: run.energy.get("joules_per_sample")),
         Column("W, limit of a GPU", lambda run: max(run.energy.get("gpu_limits_w") or (), default=None)),
     ]  # fmt: skip
@@ -240,7 +243,7 @@ def _finding(comparison: Comparison) -> Finding:
 
 def _tiles(comparison: Comparison) -> str:
     runs = comparison.runs.values()
-    rates = [rate for run in runs if (rate := run.throughput) is not None]
+    rates = [rate for run in runs if (rate := run.rates.get("samples_per_second")) is not None]
     rows = [("runs", str(len(runs)), f"{sum(bool(run.stop) for run in runs)} ended"),
             ("training time", format_duration(sum(run.seconds for run in runs)), "of all runs")]  # fmt: skip
     rows += [("throughput", format_rate(max(rates)), f"of the fastest; {format_rate(min(rates))} of the slowest")] if rates else []

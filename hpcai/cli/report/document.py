@@ -13,7 +13,7 @@ from hpcai.cli.report.picture import Finding
 from hpcai.cli.report.run import RunRecord
 from hpcai.cli.report.step_time import bars
 from hpcai.cli.report.theme import Plot
-from hpcai.log import format_bytes, format_duration, format_energy, format_number, format_rate, format_reason
+from hpcai.log import format_bytes, format_duration, format_energy, format_number, format_rate, format_rates, format_reason
 
 Images = Mapping[Plot, Sequence[tuple[bytes, bytes]]]    # light and dark PNG of each figure of a plot
 
@@ -87,10 +87,11 @@ def _tiles(run: RunRecord) -> str:
     if name and (best := run.best(name)):
         target = f", target {format_number(run.target(name))}" if run.target(name) is not None else ""
         rows.append((f"best validation {name}", format_number(best[1]), f"at step {best[0]:,}{target}"))
-    if (median := run.throughput) is not None:
+    rates = run.rates
+    if (median := rates.pop("samples_per_second", None)) is not None:
         world = run.start.get("world") or 1
         each = f"; {format_rate(median / world)} per process" if world > 1 else ""
-        rows.append(("throughput", format_rate(median), f"median{each}"))
+        rows.append(("throughput", format_rate(median), "; ".join([f"median{each}", *format_rates(rates)])))
     rows.append(("training time", format_duration(run.seconds), f"{last.get('samples') or 0:,} samples seen"))
     steps, planned = last.get("step") or 0, run.start.get("steps")
     share = f"{100 * steps / planned:.0f} % of the plan" if planned else ""
@@ -123,6 +124,10 @@ def _facts(run: RunRecord) -> str:
         ("starts", f"{len(starts)}" + "".join(f", resumed from step {start['resumed_from']:,}" for start in starts
                                               if start.get("resumed_from") is not None)),
     ]
+    if (used := run.rates.get("mfu")) is not None:
+        flops, peak = (get(name, math.nan) / 1e12 for name in ("flops_per_sample", "peak_flops"))
+        text = f"{100 * used:.1f} % of {format_number(peak)} TFLOP/s (data sheet); {format_number(flops)} TFLOP a sample"
+        rows.append(("model FLOPs utilization", f"{text}, {get('flops_convention')}"))
     if run.energy:
         recorded = len(run.events_of("energy"))
         part = f"; {recorded} of {len(starts)} starts" if recorded < len(starts) else ""

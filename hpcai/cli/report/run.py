@@ -150,10 +150,11 @@ class RunRecord:
         return float(self.training_time[1].max())
 
     @property
-    def throughput(self) -> float | None:
-        """The median of samples per second over all reports, or None without one."""
-        rates = self.series("train", "samples_per_second")[1]
-        return float(np.nanmedian(rates)) if np.isfinite(rates).any() else None
+    def rates(self) -> dict[str, float]:
+        """The medians over all reports of samples and other units per second, and of the model FLOPs utilization."""
+        names = dict.fromkeys(name for event in self.events_of("train") for name in event)
+        values = {name: self.series("train", name)[1] for name in names if name == "mfu" or name.endswith("_per_second")}
+        return {name: float(np.nanmedian(series)) for name, series in values.items() if np.isfinite(series).any()}
 
     @property
     def energy(self) -> dict[str, Any]:

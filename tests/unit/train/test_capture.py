@@ -52,7 +52,8 @@ def make_batch(seed: int, count: int = 8) -> dict[str, torch.Tensor]:
 
 def new_step(capture: str, dropout: float = 0.0, loss: Any = loss, graph: Any = CPUGraph, **overrides: Any) -> Step:
     torch.manual_seed(0)
-    cfg = StepConfig(capture=capture, **{"weight_decay": 0.1, "decay_names": ("first.weight",)} | overrides)
+    names = {"decay_names": ("first.weight",), "muon_names": ("first.weight",)}
+    cfg = StepConfig(capture=capture, **{"weight_decay": 0.1, **names} | overrides)
     return Step(Network(dropout), loss, cfg, dist.single_process(torch.device("cpu")), graph=graph)
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,16 @@ from torch import nn
 
 from hpcai import dist, log, train
 from hpcai.cli.report import main as report
+from hpcai.cli.report import read_run
 from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConfig
 from hpcai.train import loop, shard_file
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import read_tensors
+from hpcai.train.throughput import peak_flops
 from tests.ranks.launch import on_ranks
+from tests.report_runs import page_text
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -298,6 +302,40 @@ def test_gpu_readings_and_samples_per_joule_are_in_the_reports(tmp_path: Path, m
     assert all(row["gpu_samples_per_joule"] == pytest.approx(expected) for row in rows)
     assert "gpu_power_w" not in result.reports[0].values and "gpu_power_w" not in log.select_metrics(rows[0])
     assert report([str(tmp_path)]) in (0, None) and "Power" in (tmp_path / "report.html").read_text()
+
+
+def test_units_per_second_and_mfu_are_in_the_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loop, "peak_flops", lambda cfg, mesh: 2e9)
+    cfg, cost = Config(report=ReportConfig(directory=tmp_path)), train.SampleCost({"tokens": 256}, 4e3, "6 a weight")
+    with train.Run("test", cfg, dist.single_process(), cost=cost) as run:
+        result = train.fit(new_step(), batches(), TrainConfig(steps=2), run=run)
+    start, row = (next(event for event in read_events(tmp_path) if event["kind"] == kind) for kind in ("start", "train"))
+    rate = row["samples_per_second"]
+    assert row["tokens_per_second"] == pytest.approx(256 * rate) and row["mfu"] == pytest.approx(4e3 * rate / 2e9)
+    assert (start["flops_per_sample"], start["peak_flops"]) == (4e3, 2e9) and "mfu" not in result.reports[0].values
+    assert f"{log.format_rate(256 * rate, 'tokens')}  MFU {100 * row['mfu']:.1f} %" in capsys.readouterr().out
+    scalars = log.name_scalars(log.Event("train", 0.0, row))
+    assert scalars["train/tokens_per_second"] == row["tokens_per_second"] and scalars["train/mfu"] == row["mfu"]
+    page = page_text(read_run(tmp_path))
+    assert "tokens/s; MFU " in page and " of 0.002 TFLOP/s (data sheet); 4e-09 TFLOP a sample, 6 a weight" in page
+
+
+PEAKS: list[tuple[str, dict[str, Any], float | None]] = [
+    ("NVIDIA H200", {"precision": "bf16"}, 989), ("NVIDIA H200", {"precision": "bf16-params", "matmul": "fp8"}, 1979),
+    ("NVIDIA A100-SXM4-40GB", {"tf32": True}, 156), ("NVIDIA H200", {}, None), ("NVIDIA H200", {"precision": "fp64"}, None),
+    ("NVIDIA H200 MIG 1g.18gb", {"precision": "bf16"}, None), ("cpu", {"precision": "bf16"}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings", "teraflops"), PEAKS)
+def test_the_peak_is_that_of_known_gpus_in_the_precision_of_products(
+    name: str, settings: dict[str, Any], teraflops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh: Any = SimpleNamespace(device=torch.device("cpu" if name == "cpu" else "cuda"), world=8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(StepConfig(**settings), mesh) == (None if teraflops is None else 8e12 * teraflops)
 
 
 class Watts:

@@ -8,7 +8,8 @@ from hpcai import dist
 from hpcai.errors import ConfigError
 from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.settings import StepConfig
-from hpcai.train.optim import Optimizer, match_decay_names
+from hpcai.train.muon import orthogonalize
+from hpcai.train.optim import Optimizer, match_names
 
 RATES = [0.0, 0.05, 0.1, 0.1, 0.025, 0.0, 0.01]
 
@@ -24,7 +25,8 @@ def make_gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
 
 
 def new_optimizer(model: nn.Module, cfg: StepConfig) -> Optimizer:
-    reducer = GradientReducer(model, dist.single_process(torch.device("cpu")), decays=match_decay_names(model, cfg))
+    alone = dist.single_process(torch.device("cpu"))
+    reducer = GradientReducer(model, alone, decays=match_names(model, cfg), matrices=match_names(model, cfg, "muon_names"))
     return Optimizer(reducer.flat_parameters, cfg)
 
 
@@ -34,7 +36,7 @@ def train(cfg: StepConfig) -> nn.Module:
     for step, lr in enumerate(RATES):
         for p, g in zip(model.parameters(), make_gradients(model, step)):
             p.grad = g
-        optimizer.set_lr(lr)
+        optimizer.lr.fill_(lr)
         optimizer.step(None, torch.tensor(0.0))
     return model
 
@@ -87,6 +89,8 @@ def test_bf16_moments_are_rounded_with_other_random_bits_in_each_step() -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"step.decay_names: 'dense9.\*' matches no parameter; the model has 0.weight, 0.bias"):
         new_optimizer(build_network(), StepConfig(weight_decay=0.1, decay_names=("0.weight", "dense9.*")))
+    with pytest.raises(ConfigError, match=r"step.muon_names: '0.\*' matches no matrix; the model has 1.weight"):
+        new_optimizer(build_network(), StepConfig(optimizer="muon", muon_names=("0.*",)))
 
 
 @pytest.mark.parametrize("kind", ["lamb", "lars"])
@@ -97,3 +101,31 @@ def test_rates_are_adapted_only_for_the_parameters_that_decay_names_matches(kind
     trained, expected = train(cfg), train(plain)
     for (name, p), q in zip(trained.named_parameters(), expected.parameters()):
         assert torch.allclose(p, q, rtol=1e-9) == (name != "0.weight"), name
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (1, 3, 7), (3, 4, 4)], ids=str)
+def test_orthogonalization_is_its_polynomial_of_the_singular_values(shape: tuple[int, int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).double()
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    s = s / s.square().sum(-1, keepdim=True).sqrt()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    torch.testing.assert_close(orthogonalize(x), u * s[:, None] @ vh, rtol=0, atol=1e-12)
+    assert not orthogonalize(torch.zeros(shape)).any()
+
+
+def test_muon_updates_matrices_as_torch_and_all_else_by_adamw() -> None:
+    """torch orthogonalizes in bfloat16."""
+    settings = {"lr": 0.1, "weight_decay": 0.1}
+    trained = train(StepConfig(optimizer="muon", muon_names=("*.weight",), decay_names=("1.*",), **settings))
+    adamw = train(StepConfig(optimizer="adamw", decay_names=("1.*",), **settings))
+    weight = build_network()[1].weight  # the other weight, of a convolution, is no matrix
+    before = weight.detach().clone()
+    peer = torch.optim.Muon([weight], momentum=0.95, adjust_lr_fn="match_rms_adamw", **settings)
+    for step, lr in enumerate(RATES):
+        weight.grad = make_gradients(build_network(), step)[2]
+        peer.param_groups[0]["lr"] = lr
+        peer.step()
+    for (name, p), expected in zip(trained.named_parameters(), adamw.parameters()):
+        assert torch.equal(p, expected) == (name != "1.weight"), name
+    torch.testing.assert_close(trained[1].weight - before, weight - before, rtol=0, atol=0.02 * (weight - before).norm().item())
