@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from apps.diffusion.data import Fields, open_rows
 from apps.diffusion.latents import EncodedImages
-from apps.diffusion.settings import Config, DataConfig
+from apps.diffusion.settings import Config
 from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, swap_classes
 from hpcai.config import PositiveInt
 from hpcai.data.index import write_index
@@ -32,7 +32,6 @@ from hpcai.errors import ConfigError
 from hpcai.models.diffusion import (
     Batch,
     Diffusion,
-    DiffusionConfig,
     LatentsConfig,
     UNetConfig,
     blocks,
@@ -46,7 +45,6 @@ from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
 from hpcai.nn import Conv2d, GroupNorm, LayerNorm, periodic
 from hpcai.nn.conv import Conv3d
 
-_GPU = torch.cuda.is_available()
 _FACTOR = 4  # pixels of a field for one of the coarse field, along each dim
 
 
@@ -65,20 +63,10 @@ class RandomConfig(Config):
         return self
 
 
-class BenchmarkConfig(RandomConfig):
-    """A run that is benchmarked in minutes."""
-
-    side: PositiveInt = 64 if _GPU else 32
-    model: DiffusionConfig = DiffusionConfig() if _GPU else DiffusionConfig(
-        unet=UNetConfig(channels=(64, 128, 256), attention=("cross", "cross", "none"), heads=(1, 2, 4), tokens=256)
-    )  # fmt: skip
-    data: DataConfig = DataConfig(batch=16 if _GPU else 4, workers=4 if _GPU else 1)
-
-
 class Benchmark(Workload):
-    settings, batch = BenchmarkConfig, Batch
+    settings = published_settings = RandomConfig
     loss, metric = staticmethod(loss), staticmethod(score)
-    unit, published_settings, compile_scope, slow_compile = "images", RandomConfig, "blocks", True
+    batch, unit, compile_scope, slow_compile = Batch, "images", "blocks", True
 
     def complete_settings(self, cfg: Any) -> Any:
         """Set the size of a sample, and random initial weights everywhere: behind zero weights all gradients would be zero."""
