@@ -29,17 +29,7 @@ from hpcai.data.index import write_index
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
-from hpcai.models.diffusion import (
-    Batch,
-    Diffusion,
-    LatentsConfig,
-    UNetConfig,
-    blocks,
-    loss,
-    parallelize,
-    score,
-    unet,
-)
+from hpcai.models.diffusion import Batch, Diffusion, LatentsConfig, UNetConfig, blocks, loss, parallelize, score, unet
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
 from hpcai.nn import Conv2d, GroupNorm, LayerNorm, periodic

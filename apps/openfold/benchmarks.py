@@ -23,16 +23,7 @@ from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
 from hpcai.kernels import attention, gates, layernorm, outer_product, triangle_multiplication, triton_support
-from hpcai.models.openfold import (
-    OpenFold,
-    evoformer,
-    featurize,
-    layers,
-    loss,
-    objective,
-    parallelize,
-    score,
-)
+from hpcai.models.openfold import OpenFold, evoformer, featurize, layers, loss, objective, parallelize, score
 from hpcai.models.openfold import attention as attentions
 from hpcai.models.openfold.features import collate
 from hpcai.models.openfold.residues import ATOM37_EXISTS
