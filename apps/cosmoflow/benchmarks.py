@@ -20,8 +20,7 @@ from hpcai.models.cosmoflow.model import NEGATIVE_SLOPE, Block
 
 
 class Benchmark(Workload):
-    settings = published_settings = Config
-    batch, fields, unit = Batch, Batch._fields, "universes"
+    settings, batch, fields, unit = Config, Batch, Batch._fields, "universes"
     loss, metric = staticmethod(loss), staticmethod(error)
 
     def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:

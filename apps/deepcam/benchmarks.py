@@ -40,8 +40,7 @@ class MapConfig(Config):
 
 
 class Benchmark(Workload):
-    settings = published_settings = MapConfig
-    batch, fields = Batch, Batch._fields
+    settings, batch, fields = MapConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(score)
     unit, slow_compile = "maps", True
 

@@ -54,9 +54,9 @@ class RandomConfig(Config):
 
 
 class Benchmark(Workload):
-    settings = published_settings = RandomConfig
+    settings, batch = RandomConfig, Batch
     loss, metric = staticmethod(loss), staticmethod(score)
-    batch, unit, compile_scope, slow_compile = Batch, "images", "blocks", True
+    unit, compile_scope, slow_compile = "images", "blocks", True
 
     def complete_settings(self, cfg: Any) -> Any:
         """Set the size of a sample, and random initial weights everywhere: behind zero weights all gradients would be zero."""

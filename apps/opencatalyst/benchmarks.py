@@ -33,10 +33,9 @@ class SlabConfig(Config):
 
 
 class Benchmark(Workload):
-    settings = published_settings = SlabConfig
+    settings, fields, unit = SlabConfig, tuple(FIELDS), "frames"
     loss, counts, metric = staticmethod(loss), staticmethod(counted), staticmethod(score)
     ragged = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
-    fields, unit = tuple(FIELDS), "frames"
 
     def switches(self, cfg: SlabConfig, mesh: Mesh) -> list[Switch]:
         return [Switch("no triplets", "moments of each atom's messages, and functions with fast second derivatives")]

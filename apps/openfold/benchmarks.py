@@ -33,11 +33,10 @@ _CUT = "cut chains"
 
 
 class Benchmark(Workload):
-    settings = published_settings = Config
+    settings, fields, unit = Config, tuple(FIELDS), "chains"
     loss, metric = staticmethod(loss), staticmethod(score)
     ragged = frozenset(name for name, (_, shape) in FIELDS.items() if shape and isinstance(shape[0], str))
     variants = {"checkpoint": ("model.checkpoint=true",)}
-    fields, unit = tuple(FIELDS), "chains"
     compile_scope, slow_compile = "blocks", True
 
     def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:

@@ -22,8 +22,7 @@ from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm
 
 
 class Benchmark(Workload):
-    settings = published_settings = Config
-    batch, fields, unit = Batch, tuple(FIELDS), "crops"
+    settings, batch, fields, unit = Config, Batch, tuple(FIELDS), "crops"
     loss = staticmethod(loss)
 
     def metric(self, model: Any, batch: Any) -> dict[str, Any]:

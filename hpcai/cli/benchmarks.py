@@ -105,7 +105,8 @@ class Workload:
     """The benchmarks of an app. ``cfg`` is its settings; a subclass defines at least the attributes without a default."""
 
     settings: type[RunConfig]
-    """settings of a run; its benchmark takes minutes with the defaults, or with those that published.toml has in their place"""
+    """schema of the YAML files of the app, with the sizes of random samples; a benchmark takes minutes with the defaults, or with
+    those that published.toml has in their place"""
     fields: Sequence[str]
     """datasets of a file"""
     ragged: frozenset[str] = frozenset()
@@ -117,14 +118,17 @@ class Workload:
     peers: Mapping[str, Peer] = {}
     unit: str = "samples"
     """unit of its samples, in the plural"""
-    published_settings: type[RunConfig]
-    """schema of the YAML files of the app, with the sizes of random samples"""
     compile_scope: Literal["whole", "blocks"] = "whole"
     """step.compile if the settings do not set it"""
     slow_compile: bool = False
     """whether torch.compile takes minutes on a CPU; it is then measured there only if the settings enable it"""
     counts: Callable[[Any], Tensor] | None = None
     """denominators of a loss that is several means (``Step``)"""
+
+    @property
+    def published_settings(self) -> type[RunConfig]:
+        """The same schema, unless the defaults of ``settings`` are others."""
+        return self.settings
 
     @cached_property
     def gpu_cases(self) -> Sequence[Case]:
