@@ -109,25 +109,31 @@ def _weight_files(folder: Path) -> list[Path]:
     raise ConfigError(f"{folder}: holds no weights (model.safetensors); fetch or save the folder again")
 
 
+def load_pretrained(folder: Path, tokenizer: Path, name: str, purpose: str, **kwargs: Any) -> tuple[Any, Any]:
+    """Load a network of the class ``name`` of transformers, and a tokenizer. Raises DataError if weights are missing, which
+    transformers initializes at random, or the files cannot be read."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    transformers = import_extra("transformers", f"{purpose} by {folder}", "latents")
+    transformers.logging.set_verbosity_error()              # it lists all unused weights of CLIP
+    try:
+        words = transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        cls = getattr(transformers, name)
+        network, info = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True, **kwargs)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as problem:
+        reason = f"cannot be read as a {name} with its tokenizer {tokenizer} ({str(problem)[:300]})"
+        raise DataError(f"{folder}: {reason}; save it again") from problem
+    if missing := sorted(info["missing_keys"]):
+        raise DataError(f"{folder}: has no {missing[0]}, one of {len(missing)} weights of a {name}; save it again")
+    return network, words
+
+
 class TextEncoder:
     """A text encoder that returns its last hidden states, or its pooled output."""
 
     def __init__(self, folder: Path, tokenizer: Path, pooled: bool, cfg: NetworkConfig) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        transformers = import_extra("transformers", f"encoding captions by {folder}", "latents")
-        transformers.logging.set_verbosity_error()          # it lists all unused weights of CLIP; missing ones are checked below
         self.folder, self.pooled, self.truncate, self.device = folder, pooled, cfg.truncate, cfg.device
         kind = read_object(folder / "config.json", "the settings of an encoder", ConfigError)["model_type"]
-        try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-            cls = getattr(transformers, CLASSES[kind])
-            network, info = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True)
-        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as problem:
-            reason = f"cannot be read with its tokenizer {tokenizer} ({str(problem)[:300]})"
-            raise DataError(f"{folder}: {reason}; save it again") from problem
-        # transformers initializes missing weights at random.
-        if missing := sorted(info["missing_keys"]):
-            raise DataError(f"{folder}: has no {missing[0]}, one of {len(missing)} weights of a {CLASSES[kind]}; save it again")
+        network, self.tokenizer = load_pretrained(folder, tokenizer, CLASSES[kind], "encoding captions")
         if self.tokenizer.pad_token is None:
             raise DataError(f"{tokenizer}: has no pad_token to pad captions; name it in tokenizer_config.json")
         self.network = network.to(device=cfg.device, dtype=getattr(torch, cfg.precision)).eval().requires_grad_(False)

@@ -77,12 +77,14 @@ class Settings(pydantic.BaseModel):
         return []
 
 
-def load(schema: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
-    """Build ``schema`` from its defaults, the YAML file ``path`` and ``key=value`` overrides.
+def load(schema: type[T], path: str | Path | None = None, overrides: Sequence[str] = (), defaults: Sequence[str] = ()) -> T:
+    """Build ``schema`` from its defaults, ``key=value`` texts in place of some of them, the YAML file ``path`` and overrides.
 
     Raises ConfigError with all errors, one per line: the location, the dotted key, the value and the expected values.
     """
     user_input = _Input(schema, path)
+    for default in defaults:
+        user_input.add_override(-1, default)
     if path is not None:
         user_input.read(Path(path))
     for number, override in enumerate(overrides):

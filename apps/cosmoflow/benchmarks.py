@@ -4,7 +4,6 @@ The plain form has torch's layers in their usual order, contiguous. Universes ar
 dropout, so that all variants compute the same.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,43 +12,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apps.cosmoflow.data import Universes, build_loader, open_rows
-from apps.cosmoflow.settings import Config, DataConfig
+from apps.cosmoflow.settings import Config
 from hpcai.cli.benchmarks import Enabled, Switch, Workload
 from hpcai.dist import Mesh
-from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, error, loss, parallelize
+from hpcai.models.cosmoflow import Batch, CosmoFlow, error, loss, parallelize
 from hpcai.models.cosmoflow.model import NEGATIVE_SLOPE, Block
-
-_GPU = torch.cuda.is_available()
-
-
-class BenchmarkConfig(Config):
-    """A CosmoFlow run that is benchmarked in minutes."""
-
-    model: CosmoFlowConfig = CosmoFlowConfig(size=128 if _GPU else 64)
-    data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1)
 
 
 class Benchmark(Workload):
-    settings, batch, fields = BenchmarkConfig, Batch, Batch._fields
+    settings, batch, fields, unit = Config, Batch, Batch._fields, "universes"
     loss, metric = staticmethod(loss), staticmethod(error)
-    unit, published_settings = "universes", Config
 
-    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:
         return [
             Switch("kernels", "strided convolutions of a single small volume (on a CPU), and pooling before the activation"),
             Switch("channels-last", "weights and activations in channels-last memory, the layout of the files"),
         ]
 
-    def complete_settings(self, cfg: BenchmarkConfig) -> BenchmarkConfig:
+    def complete_settings(self, cfg: Config) -> Config:
         data = cfg.data.model_copy(update={"turn": False, "whiten": False})
         model = cfg.model.model_copy(update={"dropout": 0.0, "mean": None, "mix": None})
         return cfg.model_copy(update={"data": data, "model": model})
 
-    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        sizes = ((128, 1), (128, 16), (128, 64)) if on_gpu else ((64, 1), (64, 4), (128, 1), (128, 4))
-        return [(f"model.size={size}", f"data.batch={batch}") for size, batch in sizes]
-
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
+    def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model: Any = parallelize(CosmoFlow(cfg.model), mesh)
         if "kernels" not in enabled:
             for block in model.conv_seq:
@@ -58,11 +43,11 @@ class Benchmark(Workload):
             model.to(memory_format=torch.contiguous_format).conv_seq.__class__ = _Contiguous
         return model
 
-    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
         counts = random.integers(0, 100, (*[cfg.model.size] * 3, cfg.model.channels), np.int16)
         return counts, random.uniform(-1, 1, len(cfg.model.parameters)).astype(np.float32)
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+    def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         return build_loader(Universes(open_rows(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **kwargs)
 
 

@@ -19,17 +19,15 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from apps.deepcam.data import Maps, build_loader, open_rows
-from apps.deepcam.settings import Config, DataConfig
+from apps.deepcam.settings import Config
 from hpcai.cli.benchmarks import Enabled, Switch, Workload, swap_classes
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
-from hpcai.models.deepcam import STRIDE, Batch, DeepCam, DeepCamConfig, loss, parallelize, score
+from hpcai.models.deepcam import STRIDE, Batch, DeepCam, loss, parallelize, score
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d
-from hpcai.settings import StepConfig
 
 Cells = Annotated[int, Field(ge=STRIDE, multiple_of=STRIDE)]
 
-_GPU = torch.cuda.is_available()
 _GROUP = "group batch norm"
 _RARE = 0.02  # fraction of pixels of a class other than the first
 
@@ -41,22 +39,12 @@ class MapConfig(Config):
     width: Cells = 1152
 
 
-class BenchmarkConfig(MapConfig):
-    """A DeepCAM run that is benchmarked in minutes."""
-
-    model: DeepCamConfig = DeepCamConfig(divide=1 if _GPU else 4)
-    data: DataConfig = DataConfig(batch=(2 if _GPU else 1) * (read_rank_info().world or 1), workers=4 if _GPU else 1)
-    step: StepConfig = Config().step.model_copy(update={"optimizer": "adamw"})  # torch has no LAMB to compare with
-    height: Cells = 768 if _GPU else 192
-    width: Cells = 1152 if _GPU else 288
-
-
 class Benchmark(Workload):
-    settings, batch, fields = BenchmarkConfig, Batch, Batch._fields
+    settings, batch, fields = MapConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(score)
-    unit, published_settings, slow_compile = "maps", MapConfig, True
+    unit, slow_compile = "maps", True
 
-    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: MapConfig, mesh: Mesh) -> list[Switch]:
         group, alone = cfg.batchnorm_group, mesh["replicate"].size == 1
         why_not = "one rank: statistics are shared among replicas" if alone else "batchnorm_group is 1" if group == 1 else None
         return [
@@ -65,20 +53,19 @@ class Benchmark(Workload):
             Switch(_GROUP, f"batchnorm_group={group}, which costs communication (with kernels only)", why_not),
         ]
 
-    def complete_settings(self, cfg: BenchmarkConfig) -> BenchmarkConfig:
+    def complete_settings(self, cfg: MapConfig) -> MapConfig:
         classes, variables = len(cfg.model.classes), len(cfg.model.variables)
         given = cfg.model.model_dump(exclude_none=True) | {"low": (0.0,) * variables, "high": (1.0,) * variables}
         return cfg.model_copy(update={"model": cfg.model.model_copy(update={"frequencies": (1 / classes,) * classes} | given)})
 
-    def duplicate_replicas(self, cfg: BenchmarkConfig) -> int:
+    def duplicate_replicas(self, cfg: MapConfig) -> int:
         """Return the number of replicas that read the same maps: those of a group, so that their statistics are equal."""
         return cfg.batchnorm_group
 
-    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        cells = ("height=768", "width=1152") if on_gpu else ("height=384", "width=576")
-        return [("model.divide=1", *cells, f"data.batch={batch}") for batch in ((1, 2, 8) if on_gpu else (1, 2))]
+    def defaults(self, on_gpu: bool) -> Sequence[str]:
+        return [*super().defaults(on_gpu), f"data.batch={(2 if on_gpu else 1) * (read_rank_info().world or 1)}"]
 
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
+    def build(self, cfg: MapConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= enabled else 1)
         if "kernels" not in enabled:
             swap_classes(model, {BatchNorm: _ReferenceNorm, Conv2d: _ReferenceConv, ConvTranspose2d: nn.ConvTranspose2d})
@@ -86,12 +73,12 @@ class Benchmark(Workload):
             swap_classes(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
         return model
 
-    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: MapConfig, random: np.random.Generator) -> tuple[Any, ...]:
         fields = random.random((cfg.height, cfg.width, len(cfg.model.variables)), np.float32)
         rare = random.random(fields.shape[:2]) < _RARE
         return fields, (rare * random.integers(1, len(cfg.model.classes), rare.shape)).astype(np.uint8)
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+    def loader(self, cfg: MapConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         return build_loader(Maps(open_rows(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **kwargs)
 
 

@@ -22,31 +22,19 @@ from torch import Tensor, nn
 
 from apps.diffusion.data import Fields, open_rows
 from apps.diffusion.latents import EncodedImages
-from apps.diffusion.settings import Config, DataConfig
+from apps.diffusion.settings import Config
 from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, swap_classes
 from hpcai.config import PositiveInt
 from hpcai.data.index import write_index
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
-from hpcai.models.diffusion import (
-    Batch,
-    Diffusion,
-    DiffusionConfig,
-    LatentsConfig,
-    UNetConfig,
-    blocks,
-    loss,
-    parallelize,
-    score,
-    unet,
-)
+from hpcai.models.diffusion import Batch, Diffusion, LatentsConfig, UNetConfig, blocks, loss, parallelize, score, unet
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
 from hpcai.nn import Conv2d, GroupNorm, LayerNorm, periodic
 from hpcai.nn.conv import Conv3d
 
-_GPU = torch.cuda.is_available()
 _FACTOR = 4  # pixels of a field for one of the coarse field, along each dim
 
 
@@ -65,20 +53,10 @@ class RandomConfig(Config):
         return self
 
 
-class BenchmarkConfig(RandomConfig):
-    """A run that is benchmarked in minutes."""
-
-    side: PositiveInt = 64 if _GPU else 32
-    model: DiffusionConfig = DiffusionConfig() if _GPU else DiffusionConfig(
-        unet=UNetConfig(channels=(64, 128, 256), attention=("cross", "cross", "none"), heads=(1, 2, 4), tokens=256)
-    )  # fmt: skip
-    data: DataConfig = DataConfig(batch=16 if _GPU else 4, workers=4 if _GPU else 1)
-
-
 class Benchmark(Workload):
-    settings, batch = BenchmarkConfig, Batch
+    settings, batch = RandomConfig, Batch
     loss, metric = staticmethod(loss), staticmethod(score)
-    unit, published_settings, compile_scope, slow_compile = "images", RandomConfig, "blocks", True
+    unit, compile_scope, slow_compile = "images", "blocks", True
 
     def complete_settings(self, cfg: Any) -> Any:
         """Set the size of a sample, and random initial weights everywhere: behind zero weights all gradients would be zero."""

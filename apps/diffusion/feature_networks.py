@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from data_prep.extras import import_extra
+from data_prep.encoders import load_pretrained
 from hpcai.cli.report.picture import arrays
 from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import read_object
@@ -87,16 +87,7 @@ class Clip:
         except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as problem:
             path = folder / "preprocessor_config.json"
             raise DataError(f"{path}: no size, image_mean and image_std of three channels ({problem!r}); fetch it again") from None
-        transformers = import_extra("transformers", f"scoring images by {folder}", "latents")
-        kwargs: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-        try:
-            network, info = transformers.CLIPModel.from_pretrained(folder, **kwargs)
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, ImportError, KeyError, RuntimeError) as problem:
-            raise DataError(f"{folder}: cannot be read as a CLIP ({str(problem)[:300]}); save it again") from problem
-        # transformers initializes missing weights at random.
-        if missing := sorted(info["missing_keys"]):
-            raise DataError(f"{folder}: has no {missing[0]}, one of {len(missing)} weights of a CLIP; save it again")
+        network, self.tokenizer = load_pretrained(folder, folder, "CLIPModel", "scoring images", use_safetensors=True)
         if network.config.vision_config.image_size != self.side:
             image_size = network.config.vision_config.image_size
             raise DataError(f"{folder}: preprocessor_config.json resizes to {self.side}, config.json has {image_size}")

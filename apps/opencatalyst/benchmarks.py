@@ -5,7 +5,7 @@ once, like neighbour tables of the optimized form. Frames are slabs of five laye
 oxygen atom on top.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from apps.opencatalyst.data import FIELDS, Frames, SizeBuckets, collate_frames, open_rows, parse_frame
-from apps.opencatalyst.settings import Config, DataConfig
+from apps.opencatalyst.settings import Config
 from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
@@ -22,7 +22,6 @@ from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, 
 from hpcai.models.dimenet.model import Prediction
 from hpcai.models.dimenet.triplets import TripletDimeNet, build_triplets, energy_and_forces
 
-_GPU = torch.cuda.is_available()
 _SLAB = (4, 4, 5)  # atoms along each side
 _SPACING = 2.5  # angstrom
 
@@ -33,36 +32,25 @@ class SlabConfig(Config):
     padded: bool = False
 
 
-class BenchmarkConfig(SlabConfig):
-    """An OpenCatalyst run that is benchmarked in minutes."""
-
-    data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1, shapes="few", balance="none")
-
-
 class Benchmark(Workload):
-    settings, fields = BenchmarkConfig, tuple(FIELDS)
+    settings, fields, unit = SlabConfig, tuple(FIELDS), "frames"
     loss, counts, metric = staticmethod(loss), staticmethod(counted), staticmethod(score)
     ragged = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
-    unit, published_settings = "frames", SlabConfig
 
-    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: SlabConfig, mesh: Mesh) -> list[Switch]:
         return [Switch("no triplets", "moments of each atom's messages, and functions with fast second derivatives")]
 
-    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        frames = 32 if on_gpu else 4
-        return [(f"model.angles={angles}", f"data.batch={frames}") for angles in ("detached", "conservative")]
-
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
+    def build(self, cfg: SlabConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize((DimeNet if "no triplets" in enabled else TripletDimeNet)(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
         for output in model.output_blocks:  # their last weights start at 0, and so would all gradients
             torch.nn.init.normal_(output.lin.weight, std=0.1)
         return model
 
-    def implementations(self, cfg: BenchmarkConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
+    def implementations(self, cfg: SlabConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
         return {"plain": lambda: _triplet_implementation(self.build(cfg, mesh, frozenset()), cfg, batch)}
 
-    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: SlabConfig, random: np.random.Generator) -> tuple[Any, ...]:
         atoms = np.stack(np.meshgrid(*map(np.arange, _SLAB), indexing="ij"), -1).reshape(-1, 3)
         count, sides = len(atoms) + 1, np.array(_SLAB) * _SPACING + [0, 0, 12.0]
         positions = np.concatenate([atoms * _SPACING, [[0.5 * _SPACING, 0.5 * _SPACING, _SLAB[2] * _SPACING - 0.7]]])
@@ -74,17 +62,17 @@ class Benchmark(Workload):
         }  # fmt: skip
         return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
 
-    def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
+    def collate(self, cfg: SlabConfig, samples: list[tuple[Any, ...]]) -> Any:
         frames = [parse_frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
         return collate_frames(frames, cfg.step.accumulate, _size_buckets(cfg, len(frames)) if cfg.padded else None)
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+    def loader(self, cfg: SlabConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         buckets = _size_buckets(cfg, cfg.data.batch // mesh["replicate"].size)
         source = Frames(open_rows(cfg, split, mesh), cfg.model, cfg.step.accumulate, buckets)
         return make_loader(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
-def _size_buckets(cfg: BenchmarkConfig, frames: int) -> SizeBuckets | None:
+def _size_buckets(cfg: SlabConfig, frames: int) -> SizeBuckets | None:
     """Return buckets of the maximum number of neighbours, so that all batches of so many frames have one shape."""
     each, most = int(np.prod(_SLAB)) + 1, cfg.model.most
     count = each * frames
@@ -106,14 +94,14 @@ class _TripletModel(nn.Module):
         return Prediction(energy, nn.functional.pad(forces, (0, 0, 0, len(graph.positions) - count)))
 
 
-def _triplet_implementation(net: Any, cfg: BenchmarkConfig, batch: Any, scaled: Any = None) -> Implementation:
+def _triplet_implementation(net: Any, cfg: SlabConfig, batch: Any, scaled: Any = None) -> Implementation:
     model: Any = _TripletModel(net, cfg.model, batch)
     scaled = scaled or net
     model.scale, model.offset = scaled.scale, scaled.offset
     return Implementation(model, loss)
 
 
-def _pyg(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
+def _pyg(cfg: SlabConfig, batch: Batch) -> Implementation:
     """Call the modules of PyTorch Geometric: its ``forward`` has no periodic images and needs a compiled extension."""
     network = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_kwargs(cfg.model))
     return _triplet_implementation(network, cfg, batch, DimeNet(cfg.model).to(batch.forces.device))

@@ -17,51 +17,29 @@ import torch
 from torch import Tensor, nn
 
 from apps.openfold.data import FIELDS, Chains, open_rows, parse_chain
-from apps.openfold.settings import Config, DataConfig
+from apps.openfold.settings import Config
 from hpcai.cli.benchmarks import Enabled, Switch, Training, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
 from hpcai.kernels import attention, gates, layernorm, outer_product, triangle_multiplication, triton_support
-from hpcai.models.openfold import (
-    FeatureConfig,
-    OpenFold,
-    OpenFoldConfig,
-    evoformer,
-    featurize,
-    layers,
-    loss,
-    objective,
-    parallelize,
-    score,
-)
+from hpcai.models.openfold import OpenFold, evoformer, featurize, layers, loss, objective, parallelize, score
 from hpcai.models.openfold import attention as attentions
 from hpcai.models.openfold.features import collate
 from hpcai.models.openfold.residues import ATOM37_EXISTS
 from hpcai.nn import layernorm as norms
 
-_GPU = torch.cuda.is_available()
 _CUT = "cut chains"
-_MLPERF_SIZES = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
-
-
-class BenchmarkConfig(Config):
-    """An OpenFold run that is benchmarked in minutes: full channel sizes, few blocks and residues."""
-
-    model: OpenFoldConfig = OpenFoldConfig.preset("initial", template=None, blocks=4, extra={"blocks": 1})
-    features: FeatureConfig = FeatureConfig(crop=64, clusters=32, extra=64, templates=0, recycles=0)
-    data: DataConfig = DataConfig(batch=read_rank_info().world or 1, workers=1)
 
 
 class Benchmark(Workload):
-    settings, fields = BenchmarkConfig, tuple(FIELDS)
+    settings, fields, unit = Config, tuple(FIELDS), "chains"
     loss, metric = staticmethod(loss), staticmethod(score)
     ragged = frozenset(name for name, (_, shape) in FIELDS.items() if shape and isinstance(shape[0], str))
     variants = {"checkpoint": ("model.checkpoint=true",)}
-    unit, published_settings = "chains", Config
     compile_scope, slow_compile = "blocks", True
 
-    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:
         on_gpu, ranks = mesh.device.type == "cuda", mesh["axial"].size
         same = triton_support.MISSING if on_gpu else "on a CPU they are those of torch"
         switches = [
@@ -78,23 +56,20 @@ class Benchmark(Workload):
         description = f"mesh.axial={ranks}: each chain is sharded over {ranks} ranks, instead of one chain per rank"
         return [*switches, Switch(_CUT, description, uneven)]
 
-    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        if on_gpu:
-            return [_MLPERF_SIZES, (*_MLPERF_SIZES, "model.checkpoint=true")]
-        few = [("model.blocks=4", "features.crop=64", f"features.recycles={recycles}") for recycles in (0, 1)]
-        return [*few, ("model.blocks=2", "features.crop=128")]
+    def defaults(self, on_gpu: bool) -> Sequence[str]:
+        return [*super().defaults(on_gpu), f"data.batch={read_rank_info().world or 1}"]
 
     def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
         return use_reference(enabled)
 
     @contextmanager
-    def training(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> Iterator[Training]:
+    def training(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> Iterator[Training]:
         if any(switch.name == _CUT and switch.why_not is None for switch in self.switches(cfg, mesh)) and _CUT not in enabled:
             mesh = Mesh({"replicate": mesh.world}, mesh.world, mesh.rank, mesh.device)
         with super().training(cfg, mesh, enabled) as prepared:
             yield prepared
 
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
+    def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(OpenFold(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
         for parameter in model.parameters():
@@ -102,7 +77,7 @@ class Benchmark(Workload):
                 torch.nn.init.normal_(parameter, std=0.01)
         return model
 
-    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
         """Return residues along a random walk with atoms at random around them, and an alignment of sequences that share 30 to 90 %
         of the residues; 2 % of the positions have deletions."""
         rows, length = shape = cfg.features.clusters + cfg.features.extra, cfg.features.crop or 256
@@ -120,7 +95,7 @@ class Benchmark(Workload):
         }  # fmt: skip
         return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
 
-    def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
+    def collate(self, cfg: Config, samples: list[tuple[Any, ...]]) -> Any:
         each = []
         for number, values in enumerate(samples):
             protein, rows = parse_chain(dict(zip(FIELDS, values)), "a synthetic chain")
@@ -128,7 +103,7 @@ class Benchmark(Workload):
             each.append(features | {"index": np.full(cfg.features.recycles + 1, number)})  # as from a loader
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in collate(each).items()}
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+    def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         rows = open_rows(cfg, split, FIELDS, mesh)
         return make_loader(
             Chains(rows, np.arange(len(rows)), cfg.features, cfg.train.seed), cfg.data.batch, cfg.data, mesh, **kwargs)

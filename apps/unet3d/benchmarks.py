@@ -4,7 +4,7 @@ The plain form has torch's separate layers, contiguous; ``channels_last`` is the
 MLPerf's reference. Volumes are random, with the size of the window.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,44 +13,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apps.unet3d.data import FIELDS, Volumes, open_rows
-from apps.unet3d.settings import Config, DataConfig
+from apps.unet3d.settings import Config
 from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, swap_classes
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
-from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, loss, parallelize, score
+from hpcai.models.unet3d import Batch, UNet3D, loss, parallelize, score
 from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm
-from hpcai.settings import StepConfig
-
-_GPU = torch.cuda.is_available()
-_SIDE = 128 if _GPU else 64
-
-
-class BenchmarkConfig(Config):
-    """A 3D U-Net run that is benchmarked in minutes."""
-
-    model: UNet3DConfig = UNet3DConfig(window=(_SIDE, _SIDE, _SIDE))
-    data: DataConfig = DataConfig(batch=2 if _GPU else 1, workers=4 if _GPU else 1)
-    step: StepConfig = Config().step.model_copy(update={"lr": 1e-3})
 
 
 class Benchmark(Workload):
-    settings, batch, fields = BenchmarkConfig, Batch, tuple(FIELDS)
+    settings, batch, fields, unit = Config, Batch, tuple(FIELDS), "crops"
     loss = staticmethod(loss)
-    unit, published_settings = "crops", Config
 
     def metric(self, model: Any, batch: Any) -> dict[str, Any]:
         return score(model, [batch] if isinstance(batch, Batch) else batch)
 
-    def switches(self, cfg: BenchmarkConfig, mesh: Mesh) -> list[Switch]:
+    def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:
         return [
             Switch("kernels", "instance norm fused with ReLU, and the fastest convolution for each shape (on a CPU)"),
             Switch("channels-last", "weights and activations in channels-last memory"),
         ]
 
-    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        return [(f"model.window=[{_SIDE}, {_SIDE}, {_SIDE}]", f"data.batch={batch}") for batch in ((1, 2, 7) if on_gpu else (1,))]
-
-    def build(self, cfg: BenchmarkConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
+    def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(UNet3D(cfg.model), mesh)
         if "kernels" not in enabled:
             swap_classes(model, {InstanceNorm: _ReferenceNorm, Conv3d: nn.Conv3d, ConvTranspose3d: nn.ConvTranspose3d})
@@ -58,19 +42,19 @@ class Benchmark(Workload):
             swap_classes(model.to(memory_format=torch.contiguous_format), {UNet3D: _Contiguous})
         return model
 
-    def implementations(self, cfg: BenchmarkConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
+    def implementations(self, cfg: Config, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
         layouts = {"plain": frozenset[str](), "channels_last": frozenset({"channels-last"})}
         return {name: lambda on=on: Implementation(self.build(cfg, mesh, on), _reference) for name, on in layouts.items()}  # type: ignore[misc]
 
-    def random_sample(self, cfg: BenchmarkConfig, random: np.random.Generator) -> tuple[Any, ...]:
+    def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
         shape = cfg.model.window
         boxes = np.zeros((2, 2, 6), np.int32)
         return random.standard_normal(shape, np.float32), random.integers(0, len(cfg.model.classes), shape, np.uint8), boxes
 
-    def collate(self, cfg: BenchmarkConfig, samples: list[tuple[Any, ...]]) -> Any:
+    def collate(self, cfg: Config, samples: list[tuple[Any, ...]]) -> Any:
         return Batch(*(torch.from_numpy(np.stack(column)) for column in list(zip(*samples))[:2]))
 
-    def loader(self, cfg: BenchmarkConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+    def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         return make_loader(_Stacked(open_rows(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
@@ -101,7 +85,7 @@ class _Contiguous(UNet3D):
     to_layout = staticmethod(Tensor.contiguous)
 
 
-def _monai(cfg: BenchmarkConfig, batch: Batch) -> Implementation:
+def _monai(cfg: Config, batch: Batch) -> Implementation:
     """Return the network of nnU-Net in MONAI, whose blocks have leaky ReLUs."""
     from importlib import import_module
 

@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 
 from hpcai import __version__
 from hpcai.errors import HpcaiError, describe_unwritable
@@ -12,31 +14,8 @@ from hpcai.stop import end_in_one_line, ignore_broken_pipe, interrupt_imports
 
 interrupt_imports("hpcai")
 
-COMMANDS = {
-    "run": "APP CONFIG ...     train an app, as python -m apps.APP does, also without a checkout",
-    "prepare": "NAME ...        make the files that an app reads, as python -m data_prep.NAME does",
-    "new": "NAME            write a model of your own with its app, data and test, as a start that works",
-    "report": "RUN [RUN ...]  render a run's directory as one page, RUN/report.html, with its plots; or compare several runs",
-    "data": "check | stage   validate a data set, or copy it to node-local disks",
-    "checkpoint": "show | export   list and verify a run's checkpoints, or export the weights of the newest",
-    "bench": "NAME ...        benchmark an app or a component on this machine",
-    "ablate": "APP ...         measure the gain of each optimisation of an app on this machine",
-    "job": "APP ...            write or submit the batch script of a training for a cluster",
-    "plan": "APP ...           predict time, memory and communication of a training on GPUs that this machine does not have",
-    "verify-resume": "APP ...  kill an app's run at random instants and compare it with an uninterrupted run",
-    "replay": "RUN/failure-... repeat the step in which a run failed, and name the first module with a non-finite output",
-    "doctor": "[--ranks]      describe this installation, or behind srun check a job: ranks, network, file systems",
-}
-DATA_COMMANDS = {
-    "check": "DIR             validate files against their index, values, duplicates, and the read rate of the disk; --index",
-    "stage": "SOURCE TARGET   copy to node-local disks; behind mpiexec or srun each byte is read once from the source",
-}
-_ADVICE = {
-    "check": "nothing was left behind",
-    "stage": "the same command keeps the files that are complete",
-    "report": "pages that were written before are unchanged",
-}
-"""Advice after an interruption, by command; apps and data sets have advice of their own."""
+_TABLES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+COMMANDS, DATA_COMMANDS, _ADVICE = (_TABLES[name] for name in ("hpcai", "data", "advice"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hpcai import config
 from hpcai.cli import make_parser, tables
 from hpcai.errors import ConfigError
 
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
     workload = find_workload(args.app)
     files = [arg for arg in args.overrides if arg.endswith((".yaml", ".yml"))][:1]
-    cfg = config.load(workload.settings, files[0] if files else None, [arg for arg in args.overrides if arg not in files])
+    cfg = workload.load([arg for arg in args.overrides if arg not in files], files[0] if files else None)
     with dist.start(cfg.mesh) as mesh:
         if mesh.sizes["evaluate"]:
             raise ConfigError(f"mesh.evaluate is {mesh.sizes['evaluate']}, but here all processes train; set it to 0")

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpcai import config
 from hpcai.cli import apps
 from hpcai.data import Endless
 from hpcai.data.collate import tree_map
@@ -104,7 +105,8 @@ class Workload:
     """The benchmarks of an app. ``cfg`` is its settings; a subclass defines at least the attributes without a default."""
 
     settings: type[RunConfig]
-    """settings of a run whose benchmark takes minutes"""
+    """schema of the YAML files of the app, with the sizes of random samples; a benchmark takes minutes with the defaults, or with
+    those that published.toml has in their place"""
     fields: Sequence[str]
     """datasets of a file"""
     ragged: frozenset[str] = frozenset()
@@ -116,14 +118,17 @@ class Workload:
     peers: Mapping[str, Peer] = {}
     unit: str = "samples"
     """unit of its samples, in the plural"""
-    published_settings: type[RunConfig]
-    """schema of the YAML files of the app, with the sizes of random samples"""
     compile_scope: Literal["whole", "blocks"] = "whole"
     """step.compile if the settings do not set it"""
     slow_compile: bool = False
     """whether torch.compile takes minutes on a CPU; it is then measured there only if the settings enable it"""
     counts: Callable[[Any], Tensor] | None = None
     """denominators of a loss that is several means (``Step``)"""
+
+    @property
+    def published_settings(self) -> type[RunConfig]:
+        """The same schema, unless the defaults of ``settings`` are others."""
+        return self.settings
 
     @cached_property
     def gpu_cases(self) -> Sequence[Case]:
@@ -136,6 +141,24 @@ class Workload:
     def tiny(self) -> Sequence[str]:
         """The key=value overrides with which a published configuration takes seconds on one core, from published.toml as well."""
         return tuple(read_published(self).get("tiny", ()))
+
+    def load(self, overrides: Sequence[str], path: str | Path | None = None) -> Any:
+        """Return the settings of a run whose benchmark takes minutes, with a YAML file and key=value overrides of the user."""
+        return config.load(self.settings, path, overrides, self.defaults(torch.cuda.is_available()))
+
+    def defaults(self, on_gpu: bool) -> Sequence[str]:
+        """Return key=value texts in place of defaults of ``settings``, from published.toml."""
+        texts: Sequence[str] = self._sizes(on_gpu).get("defaults", ())
+        return texts
+
+    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+        """Return the settings measured by default, as sets of key=value overrides, from published.toml."""
+        sets: Sequence[Sequence[str]] = self._sizes(on_gpu).get("measured", [()])
+        return sets
+
+    def _sizes(self, on_gpu: bool) -> dict[str, Any]:
+        sizes: dict[str, Any] = read_published(self).get("gpu" if on_gpu else "cpu", {})
+        return sizes
 
     def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         """Return the network on the mesh with the given switches enabled; without any, the plain implementation."""
@@ -172,10 +195,6 @@ class Workload:
     def context(self, enabled: Enabled) -> AbstractContextManager[Any]:
         """Return the context manager of forward and backward pass with the given switches enabled."""
         return nullcontext()
-
-    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        """Return the settings measured by default, as sets of key=value overrides."""
-        return [()]
 
     def implementations(self, cfg: Any, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
         """Return functions that build the plain implementations, by name."""

@@ -12,7 +12,7 @@ from torch import nn
 
 import apps.deepcam.benchmarks as deepcam
 from apps.openfold.benchmarks import Benchmark as Openfold
-from hpcai import config, dist
+from hpcai import dist
 from hpcai.cli import ablate, benchmarks
 from hpcai.cli.bench import app as bench
 from hpcai.data.collate import tree_map
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def load_workload(app: str, *overrides: str) -> tuple[benchmarks.Workload, Any]:
     workload = benchmarks.find_workload(app)
-    return workload, config.load(workload.settings, None, [*SMALL[app], *overrides])
+    return workload, workload.load([*SMALL[app], *overrides])
 
 
 @pytest.mark.parametrize(("app", "overrides"), SMALL.items())
@@ -192,7 +192,7 @@ IN_FLOAT64 = [("deepcam", ["model.skip=after"]), ("deepcam", ["model.skip=before
 def test_all_switches_compute_one_function_in_float64(app: str, overrides: list[str]) -> None:
     workload = benchmarks.find_workload(app)
     own = [] if "side=8" in overrides or "side=16" in overrides else SMALL[app]
-    cfg: Any = workload.complete_settings(config.load(workload.settings, None, [*own, "data.batch=2", *overrides]))
+    cfg: Any = workload.complete_settings(workload.load([*own, "data.batch=2", *overrides]))
     batch: Any = workload.random_batch(cfg, range(2), MESH.device)
     if app == "deepcam":
         assert 0 < (batch.mask == 1).float().mean() < 0.05 and batch.mask.max() == 2
@@ -214,7 +214,7 @@ def test_the_network_of_diffusers_is_equal(overrides: list[str]) -> None:
     """Up to float32: diffusers embeds times in this precision."""
     pytest.importorskip("diffusers")
     workload = benchmarks.find_workload("diffusion")
-    cfg: Any = workload.complete_settings(config.load(workload.settings, None, overrides))
+    cfg: Any = workload.complete_settings(workload.load(overrides))
     batch: Any = workload.random_batch(cfg, range(2), MESH.device)
     torch.manual_seed(0)
     available = workload.available_switches(cfg, MESH)
@@ -248,10 +248,10 @@ def test_a_torch_convolution_of_strided_maps_does_not_crash(tmp_path: Path) -> N
 def test_samples_of_default_networks_are_random_and_other_networks_are_refused() -> None:
     workload = benchmarks.find_workload("diffusion")
     for case in workload.default_overrides(False):
-        cfg = workload.complete_settings(config.load(workload.settings, None, case))
+        cfg = workload.complete_settings(workload.load(case))
         assert len(workload.random_sample(cfg, np.random.default_rng(0))) == 2
     with pytest.raises(ConfigError, match="model.unet is null; this benchmark has no other network"):
-        config.load(workload.settings, None, ["model.unet=null", "model.dit={}"])
+        workload.load(["model.unet=null", "model.dit={}"])
 
 
 @pytest.mark.parametrize("angles", ["detached", "conservative"])

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcai import config, dist, log
+from hpcai import dist, log
 from hpcai.cli import apps
 from hpcai.cli.bench.timing import alternate
 from hpcai.cli.benchmarks import find_workload
@@ -74,7 +74,7 @@ def test_the_loop_costs_less_than_2_percent() -> None:
     """``fit`` against zero_grad, forward, backward and update within the same steps: times of two separate loops differ by 5 %,
     depending on the page tables."""
     workload, mesh = find_workload("cosmoflow"), dist.single_process()
-    cfg: Any = workload.complete_settings(config.load(workload.settings, None, ["model.size=64"]))
+    cfg: Any = workload.complete_settings(workload.load(["model.size=64"]))
     batch = workload.random_batch(cfg, range(cfg.data.batch), mesh.device)
     step = Step(workload.build(cfg, mesh, workload.available_switches(cfg, mesh)), workload.loss, cfg.step, mesh)
     spent = [0.0]
@@ -110,7 +110,7 @@ def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_the_network_of_opencatalyst_is_built_within_a_second() -> None:
     workload, mesh = find_workload("opencatalyst"), dist.single_process()
-    cfg: Any = config.load(workload.settings, None, ["model.angles=detached"])
+    cfg: Any = workload.load(["model.angles=detached"])
 
     def build() -> float:
         start = time.process_time()

@@ -108,6 +108,15 @@ def test_overrides_precede_the_file_and_the_file_precedes_defaults(file):
     assert settings.data == Data(directory=Path("a b"), shape=(1, 2, 3))
 
 
+def test_other_defaults_give_way_to_the_file_and_to_overrides(file):
+    path = file("data: {directory: here}\nstep: {lr: 0.1, steps: 0}\n")
+    defaults = ["step={lr: 0.2, micro: 2, steps: 5}", "name=other", "seeds=[3]"]
+    with pytest.raises(ConfigError, match="warmup is 1, expected at most steps"):
+        load(Config, path, ["step.warmup=1"], defaults)
+    cfg = load(Config, path, ["name=mine"], defaults)
+    assert (cfg.step.lr, cfg.step.micro, cfg.step.steps, cfg.name, cfg.seeds) == (0.1, 2, 0, "mine", (3,))
+
+
 def test_an_override_keeps_the_other_keys_of_a_section():
     assert load(Config, None, [REQUIRED, "step.micro=4"]).step == Step(precision="bf16", micro=4)
     assert load(Config, None, [REQUIRED, "average.decay=0.5"]).average == Average(decay=0.5)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcai import config, dist
+from hpcai import dist
 from hpcai.cli.bench.timing import Row, alternate, machine_info, make_parser, peak_mb, print_results, run_in_subprocess, synchronize
 from hpcai.cli.benchmarks import Implementation, Workload, find_workload, torch_optimizer
 from hpcai.errors import ConfigError
@@ -74,7 +74,7 @@ class AppBenchmark:
         return rows
 
     def settings(self, case: Sequence[str], *more: str) -> Any:
-        return self.workload.complete_settings(config.load(self.workload.settings, None, [*case, *more]))
+        return self.workload.complete_settings(self.workload.load([*case, *more]))
 
     def implementations(self, case: Sequence[str]) -> list[str]:
         """Return the names of all implementations, ours last."""

@@ -38,7 +38,7 @@ NameMap = Mapping[str, Sequence[Any]]  # name in diffusers -> our name, and the 
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_text(encoding="utf-8"))
 """names of settings, fixed values of those that our networks do not have, and the settings of U-Nets that are read"""
 _UNET_FIXED, _UNET_2D_FIXED = (_TABLES["unet fixed"] | _TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel"))
-_UNET_READ, _BLOCKS = _TABLES["unet read"], _TABLES["unet blocks"]
+_UNET, _UNET_READ, _BLOCKS = (_TABLES[f"unet {name}"] for name in ("names", "read", "blocks"))
 _VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (_TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
 
 
@@ -193,6 +193,14 @@ def _check_levels(config: Mapping[str, Any], path: Path, names: Sequence[str], l
             raise ConfigError(f"{path}: {error}; expected one for each level")
 
 
+def _single(config: Mapping[str, Any], path: Path, name: str, default: int) -> Any:
+    """Return a setting that may be a list with one number for each level."""
+    value = config.get(name, default)
+    if isinstance(value, list) and len(set(value)) > 1:
+        raise ConfigError(f"{path}: {name} is {value}; expected one number for all levels")
+    return value[0] if isinstance(value, list) else value
+
+
 def _check_divides(path: Path, channels: Sequence[int], name: str, divisors: Sequence[Any]) -> None:
     for width, divisor in zip(channels, divisors):
         if not isinstance(divisor, int) or divisor < 1 or width % divisor:
@@ -202,9 +210,10 @@ def _check_divides(path: Path, channels: Sequence[int], name: str, divisors: Seq
 # ---- U-Nets
 
 
-def _read_unet(config: Mapping[str, Any], path: Path, kind: str) -> dict[str, Any]:
-    """Return the settings that both classes of U-Nets have in common."""
-    channels = tuple(config["block_out_channels"])
+def _read_unet(config: Mapping[str, Any], path: Path, kind: str, fixed: Mapping[str, Any], *read: str) -> dict[str, Any]:
+    """Return the settings that both classes of U-Nets have in common. Raises as ``reject_unsupported``."""
+    common = _from_diffusers(config, path, _UNET, fixed, *_UNET_READ, *read)
+    channels, field = common["channels"], config.get("field_channels", 0)
     down, up = config["down_block_types"], config["up_block_types"]
     _check_levels(config, path, ("down_block_types", "up_block_types", "attention_head_dim", "layers_per_block"), len(channels))
     kinds = {_BLOCKS[attention].format("Down"): attention for attention in (kind, "none")}
@@ -212,39 +221,26 @@ def _read_unet(config: Mapping[str, Any], path: Path, kind: str) -> dict[str, An
         raise ConfigError(f"{path}: down_block_types has {other!r}; expected some of {', '.join(kinds)}")
     if list(up) != [name.replace("Down", "Up") for name in reversed(down)]:
         raise ConfigError(f"{path}: up_block_types is {up}; expected those of {down} in reverse order")
-    groups = config.get("norm_num_groups", 32)
-    _check_divides(path, channels, "norm_num_groups", [groups] * len(channels))
-    blocks, field = config.get("layers_per_block", 2), config.get("field_channels", 0)
-    if isinstance(blocks, list):
-        if len(set(blocks)) > 1:
-            raise ConfigError(f"{path}: layers_per_block is {blocks}; expected one number for all levels")
-        blocks = blocks[0]
-    return {
-        "inputs": config["in_channels"] - field, "field": field, "outputs": config["out_channels"], "channels": channels,
-        "blocks": blocks, "attention": tuple(kinds[name] for name in down), "middle": kind,
-        "classes": config.get("num_class_embeds"), "groups": groups, "eps": config.get("norm_eps", 1e-5),
-        "dropout": config.get("dropout", 0.0),
+    _check_divides(path, channels, "norm_num_groups", [common["groups"]] * len(channels))
+    return common | {
+        "inputs": common["inputs"] - field, "field": field, "blocks": _single(config, path, "layers_per_block", 2),
+        "attention": tuple(kinds[name] for name in down), "middle": kind,
     }  # fmt: skip
 
 
 def _from_unet_condition(config: Mapping[str, Any], path: Path) -> UNetConfig:
-    reject_unsupported(config, path, _UNET_FIXED, (*_UNET_READ, "cross_attention_dim", "use_linear_projection"))
-    common, tokens = _read_unet(config, path, "cross"), config.get("cross_attention_dim", 1280)
+    common = _read_unet(config, path, "cross", _UNET_FIXED, "cross_attention_dim", "use_linear_projection")
     levels = len(common["channels"])
     _check_levels(config, path, ("cross_attention_dim",), levels)
-    if isinstance(tokens, list):
-        if len(set(tokens)) > 1:
-            raise ConfigError(f"{path}: cross_attention_dim is {tokens}; expected one number for all levels")
-        tokens = tokens[0]
     heads = config.get("attention_head_dim", 8)  # the number of heads, in this class
     heads = tuple(heads) if isinstance(heads, list) else (heads,) * levels
     _check_divides(path, common["channels"], "attention_head_dim", heads)
-    return UNetConfig(**common, heads=heads, tokens=tokens)
+    return UNetConfig(**common, heads=heads, tokens=_single(config, path, "cross_attention_dim", 1280))
 
 
 def _from_unet_2d(config: Mapping[str, Any], path: Path) -> UNetConfig:
-    reject_unsupported(config, path, _UNET_2D_FIXED | {"attn_norm_num_groups": None}, (*_UNET_READ, "add_attention"))
-    common, size = _read_unet(config, path, "self"), config.get("attention_head_dim", 8)
+    common = _read_unet(config, path, "self", _UNET_2D_FIXED | {"attn_norm_num_groups": None}, "add_attention")
+    size = config.get("attention_head_dim", 8)
     channels = common["channels"]
     if not config.get("add_attention", True):
         common["middle"] = "none"
@@ -257,30 +253,26 @@ def _from_unet_2d(config: Mapping[str, Any], path: Path) -> UNetConfig:
     return UNetConfig(**common, heads=tuple(heads), tokens=None)
 
 
-def _write_unet(cfg: UNetConfig) -> dict[str, Any]:
+def _write_unet(kind: str, cfg: UNetConfig, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of config.json that both classes have in common."""
-    blocks = [_BLOCKS[kind].format("Down") for kind in cfg.attention]
-    return {
-        "_diffusers_version": _VERSION, "sample_size": None, "in_channels": cfg.inputs + cfg.field, "out_channels": cfg.outputs,
-        "block_out_channels": list(cfg.channels), "layers_per_block": cfg.blocks, "down_block_types": blocks,
-        "up_block_types": [name.replace("Down", "Up") for name in reversed(blocks)], "num_class_embeds": cfg.classes,
-        "norm_num_groups": cfg.groups, "norm_eps": cfg.eps, "dropout": cfg.dropout,
-    } | ({"field_channels": cfg.field} if cfg.field else {})  # fmt: skip
+    blocks = [_BLOCKS[attention].format("Down") for attention in cfg.attention]
+    up = [name.replace("Down", "Up") for name in reversed(blocks)]
+    own = {"sample_size": None, "in_channels": cfg.inputs + cfg.field, "down_block_types": blocks, "up_block_types": up}
+    return _to_diffusers(kind, cfg, _UNET, fixed) | own | ({"field_channels": cfg.field} if cfg.field else {})
 
 
 def _to_unet_condition(cfg: Any) -> dict[str, Any] | None:
     if not isinstance(cfg, UNetConfig) or cfg.middle != "cross" or _reason(cfg):
         return None
-    own = {"_class_name": "UNet2DConditionModel", "attention_head_dim": list(cfg.heads), "cross_attention_dim": cfg.tokens}
-    return own | _write_unet(cfg) | _UNET_FIXED | {"use_linear_projection": True}
+    own = {"attention_head_dim": list(cfg.heads), "cross_attention_dim": cfg.tokens, "use_linear_projection": True}
+    return _write_unet("UNet2DConditionModel", cfg, _UNET_FIXED) | own
 
 
 def _to_unet_2d(cfg: Any) -> dict[str, Any] | None:
     if not isinstance(cfg, UNetConfig) or cfg.middle == "cross" or _reason(cfg):
         return None
-    sizes = _head_sizes(cfg)
-    own = {"_class_name": "UNet2DModel", "attention_head_dim": next(iter(sizes), 8)}
-    return own | _write_unet(cfg) | _UNET_2D_FIXED | {"add_attention": cfg.middle == "self"}
+    own = {"attention_head_dim": next(iter(_head_sizes(cfg)), 8), "add_attention": cfg.middle == "self"}
+    return _write_unet("UNet2DModel", cfg, _UNET_2D_FIXED) | own
 
 
 def _head_sizes(cfg: UNetConfig) -> set[int]:

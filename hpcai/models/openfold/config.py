@@ -1,11 +1,22 @@
 """Settings of OpenFold, the AlphaFold 2 network for single chains, and its presets. Does not import torch."""
 
+import json
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import model_validator
 
 from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Rate, Settings, UnitInterval
 from hpcai.errors import ConfigError
+
+_PRESETS = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+"""settings of networks and of features by name, without those that are the defaults"""
+
+
+def _preset(kind: str, name: str, of: str) -> dict[str, Any]:
+    if name not in _PRESETS[kind]:
+        raise ConfigError(f"there is no preset {name!r} of {of}; expected one of {', '.join(_PRESETS[kind])}")
+    return dict(_PRESETS[kind][name])
 
 
 class PairConfig(Settings):
@@ -101,25 +112,7 @@ class OpenFoldConfig(Settings):
     def preset(cls, name: str, **changes: Any) -> Self:
         """Return ``initial`` or ``finetuning`` (of training), ``model_1`` to ``model_5`` of AlphaFold (and ``_ptm``), or ``tiny``.
         """
-        if name not in _PRESETS:
-            raise ConfigError(f"there is no preset {name!r} of OpenFold; expected one of {', '.join(_PRESETS)}")
-        return cls.model_validate(_PRESETS[name] | changes)
-
-
-_SMALL_PAIRS = {"triangle": 16, "head": 8, "heads": 2, "transition": 2}
-_SMALL_ROWS = {"head": 8, "heads": 4, "outer": 8, "transition": 2}
-_TINY: dict[str, Any] = {
-    "msa": 32, "pair": 16, "single": 32, "blocks": 2, "rows": _SMALL_ROWS, "pairs": _SMALL_PAIRS,
-    "extra": {"channels": 16, "blocks": 1, "msa": {**_SMALL_ROWS, "head": 4}, "pairs": _SMALL_PAIRS},
-    "template": {"channels": 16, "blocks": 1, "pairs": _SMALL_PAIRS, "head": 8, "heads": 2},
-    "structure": {"passes": 2, "head": 8, "heads": 4, "query_points": 3, "value_points": 5, "angle": 16},
-    "heads": {"plddt": 16},
-}  # fmt: skip
-_PRESETS: dict[str, dict[str, Any]] = {
-    "initial": {}, "finetuning": {}, "tiny": _TINY,
-    **{f"model_{number}{tm}": ({} if number < 3 else {"template": None}) | ({"heads": {"tm": True}} if tm else {})
-       for number in range(1, 6) for tm in ("", "_ptm")},
-}  # fmt: skip
+        return cls.model_validate(_preset("network", name, "OpenFold") | changes)
 
 
 class ObjectiveConfig(Settings):
@@ -190,11 +183,4 @@ class FeatureConfig(Settings):
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
         """Return settings by name: ``initial`` or ``finetuning`` (of training), or MLPerf HPC's ``evaluation`` of full chains."""
-        presets: dict[str, dict[str, Any]] = {
-            "initial": {},
-            "finetuning": {"crop": 384, "clusters": 508, "extra": 5120},
-            "evaluation": {"crop": None},
-        }
-        if name not in presets:
-            raise ConfigError(f"there is no preset {name!r} of features; expected one of {', '.join(presets)}")
-        return cls.model_validate(presets[name] | changes)
+        return cls.model_validate(_preset("features", name, "features") | changes)

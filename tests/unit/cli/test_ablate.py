@@ -20,7 +20,7 @@ import time
 from contextlib import contextmanager, nullcontext
 import torch
 from hpcai.config import Settings
-from hpcai.cli.benchmarks import Switch
+from hpcai.cli.benchmarks import Switch, Workload
 from hpcai.settings import MeshConfig
 executed, ALIVE, counts = [], [], []
 class CONFIG(Settings):
@@ -51,7 +51,7 @@ class Training:
             raise ValueError("later")
         executed.append(self.on)
         time.sleep(steps * (0.004 if "half" in self.on else 0.008) + steps * 0.002 * ("brake" in self.on))
-class Benchmark:
+class Benchmark(Workload):
     settings = CONFIG
     def all_switches(self, cfg, mesh):
         return switches()
