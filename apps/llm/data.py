@@ -168,7 +168,8 @@ def complete_settings(cfg: Config) -> Config:
         changes = {name: getattr(experts, name) for name in experts.model_fields_set}
         for name, value in changes.items():
             if name not in TRAINING_EXPERTS and value != getattr(loaded.experts, name):
-                raise ConfigError(f"model.experts.{name} is {value}, in {folder} it is {getattr(loaded.experts, name)}; leave it out")
+                ours = getattr(loaded.experts, name)
+                raise ConfigError(f"model.experts.{name} is {value}, in {folder} it is {ours}; leave it out")
         loaded = loaded.model_copy(update={"experts": loaded.experts.model_copy(update=changes)})
     for name, value in explicit.items():
         if name not in free and value != getattr(loaded, name):

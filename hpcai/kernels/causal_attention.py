@@ -67,7 +67,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softc
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    rows, heads, queries, _ = q.shape
+    rows, queries = len(q), q.shape[2]
     count, before = -(-queries // window), k.shape[2] - queries
     after = count * window - queries
     if documents is None:

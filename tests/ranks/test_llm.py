@@ -39,7 +39,7 @@ def test_sharded_equals_full(axes: dict[str, int]) -> None:
     check_sharded_equals_full(axes, cases)
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"context": 2}, {"pipeline": 2}, {"tensor": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"context": 2}, {"pipeline": 2}, MESHES[0]], ids=str)
 def test_parts_of_families_sharded_equal_full(axes: dict[str, int]) -> None:
     check_sharded_equals_full(axes, [{"model": name, "packed": name in ("gemma", "deepseek")} for name in FAMILIES])
 

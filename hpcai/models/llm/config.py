@@ -37,7 +37,7 @@ class ScalingConfig(Settings):
     attention_factor: PositiveFloat | None = None
     """yarn, longrope: factor of cosines and sines; null: that of the paper"""
     mscale: NonNegativeFloat = 0.0
-    """yarn: the factor of cosines and sines is that of ``mscale`` over that of ``mscale_all_dim``, if both are given (DeepSeek-V3)"""
+    """yarn: with ``mscale_all_dim``, the factor of cosines and sines is that of ``mscale`` over that of the other (DeepSeek-V3)"""
     mscale_all_dim: NonNegativeFloat = 0.0
     """yarn: the logits of latent attention have its factor twice"""
     short: tuple[PositiveFloat, ...] = ()
@@ -133,7 +133,7 @@ class ExpertsConfig(Settings):
     def _fits(self) -> Self:
         if self.top_k > self.count // self.groups * self.top_groups or self.top_groups > self.groups or self.count % self.groups:
             given = f"{self.count} experts in {self.groups} groups, of which {self.top_groups}"
-            raise ValueError(f"{given}, and top_k {self.top_k}: expected equal groups with at least top_k experts in the selected ones")
+            raise ValueError(f"{given}, and top_k {self.top_k}: expected equal groups, at least top_k in the selected ones")
         if self.bias_update_rate and not self.correction:
             raise ValueError("bias_update_rate is given, but correction is false: there is no bias to update; set it to true")
         if self.shared_gate and self.shared is None:
@@ -214,7 +214,8 @@ class LLMConfig(Settings):
             for name in ("short", "long"):
                 if (count := len(getattr(self.rotary.scaling, name))) != self.rotary_dim // 2:
                     raise ValueError(f"rotary.scaling.{name} has {count} divisors, expected {self.rotary_dim // 2} of longrope")
-        for setting, names in (("full_layers", self.full_layers), ("experts.dense_layers", self.experts and self.experts.dense_layers)):
+        dense_layers = self.experts.dense_layers if self.experts else ()
+        for setting, names in (("full_layers", self.full_layers), ("experts.dense_layers", dense_layers)):
             if names and max(names) >= self.layers:
                 raise ValueError(f"{setting} names layer {max(names)}, expected at most {self.layers - 1}")
         return self
@@ -279,7 +280,7 @@ class LLMConfig(Settings):
     @property
     def num_active_parameters(self) -> int:
         """Number of parameters that compute a token: of experts the selected ones."""
-        return self.count_parameters(self.experts and self.experts.top_k)
+        return self.count_parameters(self.experts.top_k if self.experts else None)
 
     @property
     def active_inner(self) -> int:

@@ -5,9 +5,9 @@
         ...
 
 A family is an entry of the table: ``keys`` maps settings to keys of config.json, ``values`` those with other values there,
-``defaults`` has the values of keys that are absent, ``fixed`` the settings that all of its models have, ``expected`` the only values
-of a key that hpcai computes, ``names`` the tensors with other names than here, and ``like`` the family that it extends. A key that
-is not in its tables and not ``ignored``, since it may change the mathematics, is refused unless it is null or false.
+``defaults`` has the values of keys that are absent, ``fixed`` the settings of all of its models, ``expected`` the only values of a
+key that hpcai computes, ``names`` the tensors with other names than here, and ``like`` the family that it extends. A key that is
+not in its tables and not ``ignored``, since it may change the mathematics, is refused unless it is null or false.
 """
 
 import json
@@ -62,17 +62,19 @@ def read_config(folder: Path) -> LLMConfig:
     with check_fields(path, expected, keys=family(kind)["keys"] if kind in kinds() else None):
         if kind not in kinds():
             raise ConfigError(f"{path}: a model of type {config['model_type']!r}; expected one of {', '.join(kinds())}")
-        if quantization := config.get("quantization_config"):
-            if (method := quantization.get("quant_method")) != "mxfp4" or kind != "gpt_oss":
-                raise ConfigError(f"{path}: weights quantized by {method}, expected unquantized ones; fetch or save the model in 16 bits")
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        if method is not None and (method, kind) != ("mxfp4", "gpt_oss"):
+            raise ConfigError(f"{path}: weights are quantized by {method}, expected 16 bits or more; fetch or save the model so")
         return _parse_config(config, kind, path)
 
 
 def _parse_config(config: Mapping[str, Any], kind: str, path: object) -> LLMConfig:
     table = family(kind)
     config = {table.get("aliases", {}).get(key, key): value for key, value in config.items()}
-    known = {*_TABLES["ignored"], *_TABLES["rope"], *table["ignored"], *table["keys"].values(), *table["defaults"], *table["expected"],
-             *(key for key, _ in table["values"].values()), *table.get("biases", ()), "quantization_config", "layer_types"}  # fmt: skip
+    known = {
+        *_TABLES["ignored"], *_TABLES["rope"], *table["ignored"], *table["keys"].values(), *table["defaults"], *table["expected"],
+        *(key for key, _ in table["values"].values()), *table.get("biases", ()), "quantization_config", "layer_types",
+    }  # fmt: skip
     unknown = [f"{key}={value!r}" for key, value in config.items() if key not in known and key[0] != "_" and value]
     unknown += [f"{key}={config[key]!r}" for key, values in table["expected"].items() if config.get(key, values[0]) not in values]
     if unknown:
@@ -84,8 +86,9 @@ def _parse_config(config: Mapping[str, Any], kind: str, path: object) -> LLMConf
         if config[theirs] not in choices:
             raise ConfigError(f"{path}: {theirs} is {config[theirs]!r}, expected one of {', '.join(choices)}")
         values[ours] = choices[config[theirs]]
-    if biases := [bool(config.get(key)) for key in table.get("biases", ())]:
-        values["bias"] = {(False, False): False, (True, True): True, (True, False): "attention"}.get((*biases, False)[:2], "mlp")
+    if keys := table.get("biases"):
+        attention, mlp = (bool(config.get(key)) for key in (*keys, "")[:2])
+        values["bias"] = (attention and mlp) or ("attention" if attention else "mlp" if mlp else False)
     if scalar := config.get("query_pre_attn_scalar"):
         values["attention_scale"] = scalar**-0.5
     values |= {"rotary": _rotary(config, path), "inner": values.get("inner", 4 * values["width"])} | _windows(config, table)
@@ -112,7 +115,8 @@ def _rotary(config: Mapping[str, Any], path: object) -> dict[str, Any]:
     if unknown := sorted({*rope} - _IGNORED_ROPE - {*_SCALING.get(kind, ()), *_SCALING.get(kind, {}).values()}):
         raise ConfigError(f"{path}: a rope of type {kind} with {', '.join(unknown)}, which hpcai does not compute")
     fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    rotary = {"theta": rope.get("rope_theta", config.get("rope_theta")) or 10_000.0, "fraction": fraction or 1.0, "local_theta": local_theta}
+    theta = rope.get("rope_theta", config.get("rope_theta")) or 10_000.0
+    rotary = {"theta": theta, "fraction": fraction or 1.0, "local_theta": local_theta}
     if kind == "default":
         return rotary
     positions = config["max_position_embeddings"]

@@ -48,7 +48,9 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
             raise CheckpointError(f"{path}: {name} is {list(tensors[name].size)}, the settings make it {list(tensor.shape)}")
     model.load_state_dict({name: read_full(tensors[name]) for name in model.state_dict()}, assign=True)
     for module in model.modules():  # counters, which files do not have
-        module._buffers |= {name: torch.zeros_like(x, device="cpu") for name, x in module._buffers.items() if x is not None and x.is_meta}
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     if settings.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
