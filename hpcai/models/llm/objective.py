@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Any]:
-    """Return the mean cross entropy of the target tokens, in nats, as (sum, count). A mixture of experts has ``expert_load`` too, the
+    """Return the mean cross entropy of target tokens, in nats, as (sum, count). A mixture of experts has ``expert_load`` too, the
     load of the busiest expert of a layer relative to a balanced one, ``router_entropy`` in nats, and the fraction ``dropped``."""
     entropy, targets = _entropy(model, batch)
     count = (targets != IGNORE_INDEX).sum().to(entropy.dtype)
