@@ -214,10 +214,6 @@ class LLMConfig(Settings):
             for name in ("short", "long"):
                 if (count := len(getattr(self.rotary.scaling, name))) != self.rotary_dim // 2:
                     raise ValueError(f"rotary.scaling.{name} has {count} divisors, expected {self.rotary_dim // 2} of longrope")
-        dense_layers = self.experts.dense_layers if self.experts else ()
-        for setting, names in (("full_layers", self.full_layers), ("experts.dense_layers", dense_layers)):
-            if names and max(names) >= self.layers:
-                raise ValueError(f"{setting} names layer {max(names)}, expected at most {self.layers - 1}")
         return self
 
     @property
