@@ -11,6 +11,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.kernels import float8, triton_support
 from hpcai.nn.matmul import convert_to_float8
+from hpcai.nn.moe import Experts
 from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.parallel.fsdp import FSDP, ShardedReducer
 from hpcai.settings import StepConfig
@@ -50,6 +51,8 @@ def enable_float8(model: nn.Module, cfg: StepConfig, device: torch.device) -> li
     linears = [(name, part) for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, nn.Linear)]
     if not linears:
         raise ConfigError(f"step.matmul is fp8, but {type(model).__name__} has no layers for it; set it to precision")
+    if experts := [name for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, Experts)]:
+        raise ConfigError(f"step.matmul is fp8, but {experts[0]}, a mixture of experts, has no FP8 products; set it to precision")
     for name, linear in linears:
         convert_to_float8(linear, name)
     remark = "" if device.type == "cuda" else f"; {device.type} emulates its rounding, without a speedup"

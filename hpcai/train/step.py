@@ -14,6 +14,7 @@ from hpcai.dist.collectives import all_gather_object, all_reduce_, all_reduce_mi
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.nn.deferred_init import materialize, record_names
+from hpcai.nn.moe import Router, update_biases
 from hpcai.parallel.sharding import FlatParameter, global_sum
 from hpcai.settings import StepConfig
 from hpcai.train import rng
@@ -87,6 +88,7 @@ class Step:
         self._norm_groups = list(groups.values())  # flat parameters that are sharded along the same axes
         self.average = WeightAverage(self.model, self.optimizer, self.reducer, cfg)
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
+        self._balanced = [part for part in model.modules() if isinstance(part, Router) and part.bias_update_rate]
         each = cfg.clip_per == "sample"
         if each and mesh.model_parallel.size > 1:
             ranks = mesh.model_parallel.size
@@ -212,6 +214,7 @@ class Step:
         with span("update"):
             self.optimizer.step(scale, skip)
             self.reducer.all_gather_parameters()
+        update_biases(self._balanced)
         self.average.update()
         self._count += 1
 
