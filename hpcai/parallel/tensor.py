@@ -122,7 +122,7 @@ class ColumnParallelLinear(FusedLinear):
 
     @property
     def sequence_shard(self) -> SequenceShard:
-        return _ParallelSequence(self.axis, self.sequence)
+        return ParallelSequence(self.axis, self.sequence)
 
 
 class RowParallelLinear(FusedLinear):
@@ -133,7 +133,7 @@ class RowParallelLinear(FusedLinear):
     sequence: int | None
 
     def finish(self, y: Tensor) -> Tensor:
-        return super().finish(_ReduceOutput.apply(y, self.axis, self.sequence))
+        return super().finish(ReduceOutput.apply(y, self.axis, self.sequence))
 
 
 class QuantizedColumnParallelLinear(QuantizedLinear, ColumnParallelLinear):
@@ -168,7 +168,7 @@ class VocabParallelEmbedding(nn.Embedding):
         padding = padding - first if padding is not None and first <= padding < end else None
         y = F.embedding((tokens - first).where(is_local, 0), self.weight, padding)
         fill = torch.zeros((), dtype=y.dtype, device=y.device).where(is_valid, torch.nan)
-        return _ReduceOutput.apply(y.where(is_local[..., None], fill[..., None].to(y.dtype)), self.axis, self.sequence)
+        return ReduceOutput.apply(y.where(is_local[..., None], fill[..., None].to(y.dtype)), self.axis, self.sequence)
 
 
 class _ParallelVocab(VocabShard):
@@ -217,7 +217,7 @@ def _start_reduce(value: Tensor, axis: Axis, dim: int | None) -> Work:
     return start_reduce_scatter(axis, dim % value.ndim, tokens // n, value)
 
 
-class _ParallelSequence(SequenceShard):
+class ParallelSequence(SequenceShard):
     """Sharded outputs, and with ``dim`` sharded tokens between layers."""
 
     def __init__(self, axis: Axis, dim: int | None) -> None:
@@ -230,7 +230,7 @@ class _ParallelSequence(SequenceShard):
         return _start_reduce(gradient, self._axis, self._dim)
 
 
-class _ReduceOutput(UntransformedFunction):
+class ReduceOutput(UntransformedFunction):
     """All-reduce partial outputs, or with ``dim`` reduce-scatter them along it. All ranks use the full sum in the same way, so that
     it counts once: the backward pass is the identity, or an all-gather along ``dim``."""
 
