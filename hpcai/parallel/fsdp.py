@@ -142,7 +142,7 @@ class FSDP:
 
     ``blocks`` are gathered one at a time, the rest of the model together. ``bf16``: Compute in bfloat16, and hold frozen weights in
     it, except in modules with the attribute ``wide``; gradients are summed in float32. Each rank initializes only its shard of
-    deferred parameters (``deferred_init``).
+    deferred parameters (``deferred_init``). Weights in which replicas differ, such as experts, are not sharded further.
     """
 
     is_last_backward = True  # every backward pass reduces: there is no memory for full gradients
@@ -163,8 +163,6 @@ class FSDP:
         broadcast_parameters(model, mesh)
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.contiguous()  # as fully_shard requires
-        if exclusive := [name for name, p in named.items() if "replicate" in shard_spec(p).axis_names]:
-            raise ConfigError(f"step.shard is weights, but replicas differ in {exclusive[0]}; set step.shard=optimizer or none")
         float32 = {p for part in _wide_modules(model) for p in part.parameters()}
         for parameter in model.parameters():
             if bf16 and not parameter.requires_grad and parameter not in float32:  # it is never updated
@@ -174,14 +172,17 @@ class FSDP:
         policies = {each: MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False) for each in blocks}
         policies |= {each: MixedPrecisionPolicy(cast_forward_inputs=False) for each in _wide_modules(model)} if bf16 else {}
         policies[model] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+        policies = {part: policies[part] for part in reversed(list(model.modules())) if part in policies}  # inner first
         # fully_shard replaces parameters, and their attributes are lost.
         self._specs = {name: shard_spec(p) for name, p in named.items()}
-        self._replicas = {name: replica_axes(p, mesh, self.shard_axis, self.replicate_axis) for name, p in named.items()}
+        ignored = {p for p in named.values() if "replicate" in shard_spec(p).axis_names}
+        pair = (self.shard_axis, self.replicate_axis)
+        self._replicas = {name: replica_axes(p, mesh, *(() if p in ignored else pair)) for name, p in named.items()}
         traces = {name: p.init_trace for name, p in named.items() if p.is_meta}  # type: ignore[attr-defined]
         extra_sums = {name: tuple(a for a in sum_axes(p) if a.name not in shard_spec(p).axis_names) for name, p in named.items()}
-        self._fsdp_modules = list(policies)  # inner first
+        self._fsdp_modules = list(policies)
         for module, policy in policies.items():
-            fully_shard(module, mesh=device_mesh, mp_policy=policy)
+            fully_shard(module, mesh=device_mesh, mp_policy=policy, ignored_params=ignored)
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # gradients are sums, not means
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # without operations that only NCCL has
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
@@ -192,12 +193,14 @@ class FSDP:
         for name, p in model.named_parameters():
             if name in traces:
                 first, *rest = self._specs[name].ranges
-                traces[name].write(p.detach().to_local(), (subrange(first, *self._local_range(p)), *rest), None)  # type: ignore[attr-defined]
+                traces[name].write(_local(p), (subrange(first, *self._local_range(p)), *rest), None)
         self.flat_parameters = [self._flat_parameter(name, p, name in decays) for name, p in self._trainable.items()]
 
     def _local_range(self, parameter: Tensor) -> tuple[int, int]:
         """Return the range of dim 0 of a parameter that this rank holds."""
         length, shard_size = parameter.shape[0], -(-parameter.shape[0] // self.shard_axis.size)
+        if not hasattr(parameter, "to_local"):
+            return 0, length
         return min(self.shard_axis.rank * shard_size, length), min((self.shard_axis.rank + 1) * shard_size, length)
 
     def _flat_parameter(self, name: str, parameter: Any, decays: bool) -> FlatParameter:
@@ -208,11 +211,11 @@ class FSDP:
         def gradient() -> Tensor | None:
             if parameter.grad is None:
                 return None
-            local = parameter.grad.to_local()
+            local = _local(parameter.grad)
             return flatten(local, local.contiguous())
 
-        local = parameter.to_local().detach()
-        return FlatParameter([view], flatten(local, local), gradient, decays, self._replicas[name], self.shard_axis, begin * inner)
+        local, axis = _local(parameter), self.shard_axis if hasattr(parameter, "to_local") else ALONE
+        return FlatParameter([view], flatten(local, local), gradient, decays, self._replicas[name], axis, begin * inner)
 
     def zero_grad(self) -> None:
         for parameter in self._trainable.values():
@@ -227,7 +230,7 @@ class FSDP:
         for parameter, axes in self._extra_sums:
             for axis in axes:
                 if parameter.grad is not None:
-                    torch_dist.all_reduce(parameter.grad.to_local(), group=axis.group)  # type: ignore[attr-defined]
+                    torch_dist.all_reduce(_local(parameter.grad), group=axis.group)
 
     def all_gather_parameters(self) -> None:
         """Free gathered weights of a forward pass without a backward pass: a block gathers its weights when it runs."""
@@ -244,8 +247,12 @@ class FSDP:
 
     def replicated_tensors(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
         """``GradientReducer.replicated_tensors`` of this rank's shards, which all groups hold."""
-        named: Any = self.model.named_parameters()
-        return [(name, p.detach().to_local(), self._replicas[name]) for name, p in named]
+        return [(name, _local(p), self._replicas[name]) for name, p in self.model.named_parameters()]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the shard of this rank, or a tensor that is not sharded."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
 def _wide_modules(module: nn.Module) -> list[nn.Module]:
