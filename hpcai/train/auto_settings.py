@@ -51,19 +51,9 @@ def enable_float8(model: nn.Module, cfg: StepConfig, device: torch.device) -> li
     linears = [(name, part) for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, nn.Linear)]
     if not linears:
         raise ConfigError(f"step.matmul is fp8, but {type(model).__name__} has no layers for it; set it to precision")
-    
-<<<<<<< /tmp/tmp2mkknf6a/a
-if experts := next((name for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, Experts)), None):
-        raise ConfigError(f"step.matmul is fp8, but the products of {experts}, a mixture of experts, have no FP8; set it to precision")
-    
-||||||| /tmp/tmp2mkknf6a/o
-
-=======
-if experts := [name for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, Experts)]:
+    if experts := [name for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, Experts)]:
         raise ConfigError(f"step.matmul is fp8, but {experts[0]}, a mixture of experts, has no FP8 products; set it to precision")
-    
->>>>>>> /tmp/tmp2mkknf6a/b
-for name, linear in linears:
+    for name, linear in linears:
         convert_to_float8(linear, name)
     remark = "" if device.type == "cuda" else f"; {device.type} emulates its rounding, without a speedup"
     return [f"step.matmul: {len(linears)} linear layers use FP8{remark}"]
