@@ -78,11 +78,11 @@ class ShardedReducer(GradientReducer):
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, bucket_mb: float = 25.0, decays: Collection[str] = (), float32_sums: bool = False,
-        axes: tuple[Axis, Axis] | None = None, overlap: bool = True,
+        axes: tuple[Axis, Axis] | None = None, overlap: bool = True, matrices: Collection[str] = (),
     ) -> None:  # fmt: skip
         self.replicate_axis, self.shard_axis = axes or (ALONE, mesh["replicate"])
         self.overlap, self._sharded = overlap, list[_ShardedBucket]()
-        super().__init__(model, mesh, bucket_mb, decays, float32_sums)
+        super().__init__(model, mesh, bucket_mb, decays, float32_sums, matrices=matrices)
         if overlap:
             bucket_of = {p: bucket for bucket in self._sharded for p in bucket.parameters}
             for module in model.modules():
