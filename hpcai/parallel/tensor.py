@@ -210,10 +210,7 @@ def _start_reduce(value: Tensor, axis: Axis, dim: int | None) -> Work:
         return Work(torch_dist.all_reduce(value, group=axis.group, async_op=True), axis, value, lambda: value)
     tokens, n = value.shape[dim], axis.size
     if tokens % n:
-        raise MeshError(
-            f"{tokens} tokens cannot be sharded equally over mesh.{axis.name}={n}; pad them to a multiple of {n}, or "
-            "leave the sequence unsharded"
-        )
+        raise MeshError(f"{tokens} tokens cannot be sharded equally over mesh.{axis.name}={n}; pad them to a multiple of {n}")
     return start_reduce_scatter(axis, dim % value.ndim, tokens // n, value)
 
 

@@ -137,7 +137,7 @@ def test_the_shared_expert_computes_while_tokens_travel() -> None:
 
 
 @pytest.mark.parametrize(("size", "evaluate", "message"), [
-    (3, 0, "which do not divide into groups of 3; set model.experts.parallel"), (8, 0, "has 6 experts"), (2, 1, "of mesh.evaluate would get"),
+    (3, 0, "which do not divide into groups of 3; set model.experts.parallel"), (8, 0, "has 6 experts"), (2, 1, "of mesh.evaluate"),
 ])  # fmt: skip
 def test_a_size_that_does_not_fit_is_refused(size: int, evaluate: int, message: str) -> None:
     mesh = Mesh({"replicate": 8}, world=8)
