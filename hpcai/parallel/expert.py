@@ -42,7 +42,7 @@ def expert_parallel(moe: MoE, mesh: Mesh, size: int) -> None:
     if size > (total := len(moe.gate.counts)):
         raise MeshError(f"model.experts.parallel is {size}, but a layer has {total} experts; set it to {total} or less")
     if size > 1 and mesh.sizes["evaluate"]:
-        raise MeshError(f"model.experts.parallel is {size}, but processes of mesh.evaluate would get experts of one rank; set it to 0")
+        raise MeshError(f"model.experts.parallel is {size}, but processes of mesh.evaluate get experts of one rank; set it to 0")
     moe.gate.all_reduce = AllReduce(*(mesh[name] for name in ("replicate", "context") if mesh[name].size > 1))
     if within.size == 1:
         return
