@@ -57,8 +57,8 @@ class FilePlan:
     sequence: int
 
 
-def pack(plan: FilePlan, tokenizer_path: str, answers: bool, path: Path) -> None:
-    """Write a file of rows."""
+def pack(plan: FilePlan, tokenizer_path: str, answers: bool, chat: bool, path: Path) -> None:
+    """Write a file of rows. Each document, or each of its answers, is a text of its own; those of a ``chat`` are not."""
     tokenizer, rows, sequence = load_tokenizer(tokenizer_path), plan.rows, plan.sequence
     dtype, total = token_dtype(tokenizer), plan.rows * plan.sequence + 1
     ends = np.cumsum(plan.tokens) - plan.offset
@@ -68,6 +68,8 @@ def pack(plan: FilePlan, tokenizer_path: str, answers: bool, path: Path) -> None
         _copy_tokens(flat, mask if answers else None, plan, ends, documents)
     widths = tokenizer.byte_lengths[flat[1:]]
     widths = widths * mask[1:] if answers else widths
+    begins = to_spans(mask)[:, 0] if answers else ends - plan.tokens + len(tokenizer.prefix)
+    widths[begins[(begins > 0) & (begins < total)] - 1] -= 0 if chat else tokenizer.added_bytes
     numbers, columns = ends_in_rows(ends, rows, sequence)
     values: dict[str, Array] = {"bytes": widths.reshape(rows, sequence).sum(1), "ends": columns,
                                 "documents": np.bincount(numbers, minlength=rows)}  # fmt: skip

@@ -9,7 +9,9 @@ import hashlib
 import json
 import re
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ SPLIT_PATTERN = (
 )
 _MAX_UNUSED = 1 << 16  # unused ids allowed, besides as many as are used
 _UNKNOWN = "�"
+_SENTENCEPIECE = "; SentencePiece's .model is another format: save it as tokenizer.json first"
 _BYTE_TOKENIZER = json.loads(Path(__file__).with_name("byte_tokenizer.json").read_text(encoding="utf-8"))
 """tokenizer.json of 256 bytes and an end-of-text token, valid for other readers of such files"""
 _BYTE: dict[str, int] = _BYTE_TOKENIZER["model"]["vocab"]
@@ -80,6 +83,11 @@ class Tokenizer:
                 text = f"the added token {token['content']!r} has id {number:,}, the vocabulary makes it {actual}"
                 raise DataError(f"{self.where}: {text}; fetch the files again")
         self._ids: dict[str, int] = {**vocabulary, **{token["content"]: number for number, token in self._added.items()}}
+        names = defaultdict[int, list[str]](list)
+        for name, number in self._ids.items():
+            names[number].append(name)
+        if twice := [f"{number:,} is that of {group[0]!r} and {group[1]!r}" for number, group in names.items() if len(group) > 1]:
+            raise DataError(f"{self.where}: two tokens have one id: {twice[0]}; fetch it again")
         self.size = max(self._ids.values()) + 1
         self.special = {number for number, token in self._added.items() if token.get("special")}
         self.bos, self.eos, self.pad = (self._special_id(f"{name}_token") for name in ("bos", "eos", "pad"))
@@ -238,22 +246,23 @@ class Tokenizer:
         lengths[[*self.special]] = 0
         return lengths
 
+    @cached_property
+    def added_bytes(self) -> int:
+        """Bytes by which ``byte_lengths`` exceed a text: 1 if the tokenizer begins a text with a space."""
+        return max(int(self.byte_lengths[self.encode("a")].sum()) - 1, 0)
+
     # ---- chats
 
     def chat(self, messages: Sequence[Mapping[str, Any]], generation: bool = False) -> tuple[list[int], list[int]]:
         """Return the ids of messages ({"role": ..., "content": ...} each) by the chat template, and a mask that is 1 for tokens of
-        the assistant, from ``generation`` blocks of the template. ``generation``: end with the prompt for its next message. Special
-        tokens in a message are plain text. Raises DataError if there is no template, and with its message if it rejects the
-        conversation."""
-        template = self.config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = {item.get("name"): item.get("template") for item in template}.get("default")
-        if not isinstance(template, str):
+        the assistant. ``generation``: end with the prompt for its next message, with a mask of zeros. Special tokens in a message
+        are plain text. Raises DataError if there is no template, and with its message if it rejects the conversation."""
+        if (template := self.chat_template) is None:
             raise DataError(f"{self.where}: has no chat template; give {CONFIG} beside it a \"chat_template\"")
         names = {key: _token_text(value) for key, value in self.config.items() if key.endswith("_token")}
         variables = {key: value for key, value in names.items() if value is not None}
         special = [self._added[index]["content"] for index in self.special]
-        rendered = render(template, self.where, messages, special, add_generation_prompt=generation, tools=None, **variables)
+        rendered = render(template, self.where, messages, special, generation, tools=None, **variables)
         ids, mask, spans = list[int](), list[int](), sorted(rendered.answers)
         for begin, tokens, offsets in self._segments(rendered.text, rendered.literal):
             segment_mask = [0] * len(tokens)
@@ -266,9 +275,19 @@ class Tokenizer:
         return ids, mask
 
     @property
-    def has_generation_blocks(self) -> bool:
-        """Whether the chat template marks the messages of the assistant."""
-        return bool(re.search(r"\{%[-+]?\s*generation\b", json.dumps(self.config.get("chat_template", ""), ensure_ascii=False)))
+    def chat_template(self) -> str | None:
+        template = self.config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {item.get("name"): item.get("template") for item in template}.get("default")
+        return template if isinstance(template, str) else None
+
+    @cached_property
+    def turn_ends(self) -> set[int]:
+        """The special token with which the chat template ends a message of the assistant, if there is one."""
+        with suppress(DataError):  # of a template that expects other messages
+            ids, mask = self.chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            return {*[token for token, inside in zip(ids, mask) if inside][-1:]} & self.special
+        return set()
 
     def _segments(self, text: str, literal: set[int]) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
         """Yield start, ids and offsets of segments of a text. Special tokens are parsed, except those at offsets ``literal``."""
@@ -364,12 +383,13 @@ def _read(path: Path) -> str:
         expected = f"expected {CONTENT}, its folder, or the word {BYTES}"
         raise DataError(f"{path}: cannot be read ({problem.strerror}); {expected}") from problem
     except UnicodeDecodeError as problem:
-        hint = "; SentencePiece's .model is another format: save it as tokenizer.json first" if path.suffix == ".model" else ""
+        hint = _SENTENCEPIECE if path.suffix == ".model" else ""
         raise DataError(f"{path}: not text ({problem.reason} at byte {problem.start}), expected JSON{hint}") from problem
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
-    return parse_object(text, where, "an object as Hugging Face writes it; fetch it again", DataError)
+    hint = _SENTENCEPIECE if where.endswith(".model") else "; fetch it again"
+    return parse_object(text, where, f"an object as Hugging Face writes it{hint}", DataError)
 
 
 def _with_added_tokens(text: str, config: Mapping[str, Any], added: Mapping[str, int], path: Path) -> str:
