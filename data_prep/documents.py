@@ -21,6 +21,7 @@ import string
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -133,16 +134,13 @@ def read_documents(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, 
 def find_cut(path: Path, length: int, tail: int) -> int:
     """Return an offset in a file of ``length`` bytes, from ``tail`` to twice as many before its end: the begin of a paragraph, or
     else of a line, a word or a character. Sequences are not cut: it is the begin of one, or ``length``."""
-    begin, size, data = max(length - tail - min(tail, 1 << 16), 0), min(tail, 1 << 16, length - tail), b""
-    for block in read_blocks(path, begin):
-        data += block
-        if len(data) >= size:
-            break
-    is_text = file_kind(path) == "text"
-    for mark, offset in ((b"\n\n", 2), (b"\n", 1), (b" ", 0)) if is_text else ((b"\n>", 1),):
-        if (found := data.rfind(mark, 0, size)) >= 0:
-            return begin + found + offset
-    return begin + max((n for n, byte in enumerate(data[:size]) if byte & 0xC0 != 0x80), default=0) if is_text else length
+    size = min(tail, 1 << 16, length - tail)
+    begin = length - tail - size
+    data = b"".join(islice(read_blocks(path, begin), 2))                # the first may be short
+    for pattern in (rb".*\n\n", rb".*\n", rb".*(?= )", rb".*(?=[^\x80-\xbf])") if file_kind(path) == "text" else (rb".*\n(?=>)",):
+        if found := re.compile(pattern, re.DOTALL).match(data, 0, size + 1):
+            return begin + found.end()
+    return length
 
 
 def read_text(path: Path, begin: int = 0, end: int | None = None) -> Iterator[str]:
@@ -173,8 +171,8 @@ def read_text(path: Path, begin: int = 0, end: int | None = None) -> Iterator[st
 
 
 def read_lines(path: Path, begin: int = 0, inside: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and bytes, with the newline, of the lines that begin at byte ``begin`` or later; with ``inside`` also the rest of
-    a line there. Raises DataError if a line is longer than 256 MiB."""
+    """Yield offset and bytes, with the newline, of the lines that begin at byte ``begin`` or later; ``inside``: also the rest of a
+    line there. Raises DataError if a line is longer than 256 MiB."""
     skip, buffered, length = begin > 0 and not inside, list[bytes](), 0
     offset = begin - skip                       # a line begins at ``begin`` if the byte before is a newline
     for block in read_blocks(path, offset):

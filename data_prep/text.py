@@ -189,19 +189,17 @@ def hold_out_ends(
     sources: Sequence[Source], sizes: Sequence[Sequence[Any]], settings: TextSettings
 ) -> tuple[Sequence[Source], Sequence[Sequence[Any]]]:
     """Split few files in two parts, if the hashes of their names leave one split without a file."""
-    drawn = [settings.draw(source.name, Piece(source.path, source.name, 0, 0, source.split)) for source in sources]
-    by_file = all(documents.file_kind(source.path) in ("text", "sequences", "aligned") for source in sources)
-    held = sum(each < settings.held_out for each in drawn)
-    if not by_file or not settings.held_out or len(sources) >= FEW_FILES or 0 < held < len(sources) or settings.group:
+    splits = {settings.draw(source.name, Piece(source.path, "", 0, 0, source.split)) < settings.held_out for source in sources}
+    by_file = {documents.file_kind(source.path) for source in sources} <= {"text", "sequences", "aligned"}
+    if settings.group or not settings.held_out or len(sources) >= FEW_FILES or len(splits) == 2 or not by_file:
         return sources, sizes
     fraction = min(max(settings.held_out, 8 * (settings.sequence + 1) / max(1, sum(size[1] for size in sizes))), 0.5)
     parts: list[tuple[Source, Sequence[Any]]] = []
     for source, (_, length, digest) in zip(sources, sizes):
         cut = documents.find_cut(source.path, length, int(length * fraction))
-        for split, begin, end in ((SPLITS[0], 0, cut), (SPLITS[1], cut, length)):
-            parts += [(replace(source, split=split, begin=begin), (end - begin, end - begin, digest))] if begin < end else []
-    names = sources[0].name if len(sources) == 1 else f"each of {len(sources)} files, too few to hold out one by its name"
-    command.print_rank_0(f"validation: the last {fraction:.2g} of {names}")
+        parts += [(replace(source, split=split, begin=begin), (end - begin, end - begin, digest))
+                  for split, begin, end in ((SPLITS[0], 0, cut), (SPLITS[1], cut, length)) if begin < end]  # fmt: skip
+    command.print_rank_0(f"validation: the last {fraction:.1%} of {sources[0].name if len(sources) == 1 else 'each file'}")
     return tuple(zip(*parts))
 
 
@@ -248,20 +246,24 @@ def make_shards(sources: Sequence[Source], units: Sequence[int], weights: Sequen
 Chunks = Iterator[tuple[list[int], list[int] | None]]       # token ids, and the mask of answers
 
 
-def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer) -> tuple[float, Chunks] | Unusable | None:
-    """Return the number drawn for a document, and its tokens, the reason why it is unusable, or None if it is empty."""
+def read_texts(document: Any, piece: Piece, settings: TextSettings) -> tuple[float, list[Any]] | Unusable:
+    """Return the number drawn for a document, and its texts, which may be chunks, or the reason why it is unusable."""
     if isinstance(document, Unusable):
         return document
     if isinstance(document, Mapping):
         values = settings.values(document)
-        if isinstance(values, Unusable):
-            return values
-        *texts, group = values
-    else:
-        texts, group = [iter([document]) if isinstance(document, str) else document], settings.group_of_file(piece)
-        if settings.has_answers:
-            return Unusable("has no fields, expected .jsonl, .json, .csv or .parquet with --chat, --prompt and --answer")
-    drawn = settings.draw(group, piece)
+        return values if isinstance(values, Unusable) else (settings.draw(values[-1], piece), values[:-1])
+    if settings.has_answers:
+        return Unusable("has no fields, expected .jsonl, .json, .csv or .parquet with --chat, --prompt and --answer")
+    return settings.draw(settings.group_of_file(piece), piece), [iter([document]) if isinstance(document, str) else document]
+
+
+def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer) -> tuple[float, Chunks] | Unusable | None:
+    """Return the number drawn for a document, and its tokens, the reason why it is unusable, or None if it is empty."""
+    result = read_texts(document, piece, settings)
+    if isinstance(result, Unusable):
+        return result
+    drawn, texts = result
     if settings.chat:
         ids, mask = tokenizer.chat(texts[0])
         end = [] if ids[-len(tokenizer.end_tokens) :] == tokenizer.end_tokens else tokenizer.end_tokens
@@ -346,8 +348,7 @@ def _add_template(tokenizer: Tokenizer, settings: TextSettings) -> None:
     """Give a tokenizer without a chat template that of this project, for chats."""
     if settings.chat and tokenizer.chat_template is None:
         tokenizer.config["chat_template"] = ("{{- bos_token }}" if tokenizer.prefix else "") + chats.TEMPLATE
-        has = "has no chat template: its rows, and a tokenizer beside them, have that of this project"
-        command.print_rank_0(f"{tokenizer.where} {has} ({', '.join(chats.ROLE_TOKENS)})")
+        command.print_rank_0(f"{tokenizer.where}: without a chat template; it gets one, with {', '.join(chats.ROLE_TOKENS)}")
 
 
 def _training_texts(shards: Sequence[Shard], fraction: float, settings: TextSettings) -> Iterator[str]:
@@ -363,15 +364,12 @@ def _training_texts(shards: Sequence[Shard], fraction: float, settings: TextSett
 
 def _document_texts(item: Any, piece: Piece, settings: TextSettings) -> Iterator[str]:
     """Yield the texts of a document for training; none if it is unusable or held out."""
-    group = settings.group_of_file(piece)
-    if isinstance(item, Mapping):
-        values = settings.values(item)
-        item, group = (values[:-1], values[-1]) if isinstance(values, list) else ([], "")
-    parts: Any = [item] if isinstance(item, str) else item
-    if isinstance(item, Unusable) or settings.draw(group, piece) < settings.held_out:
+    result = read_texts(item, piece, settings)
+    if isinstance(result, Unusable) or result[0] < settings.held_out:
         return
+    parts = chain.from_iterable([text] if isinstance(text, str) else text for text in result[1])
     try:
-        parts = (chats.to_text(message)["content"] for chat in parts for message in chat) if settings.chat else parts
+        parts = (chats.to_text(message)["content"] for message in parts) if settings.chat else parts
         yield from (part for part in parts if part.isascii() or part == part.encode("utf-8", "replace").decode())
     except (DataError, TypeError):
         return                                  # reported when the document is tokenized
@@ -433,7 +431,6 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
     if empty:
         command.print_rank_0(f"{empty} documents are empty and left out")
     file_plans, counts = _plan_files(work, columns, options, tokenizer)
-    tokenizer.save(out)
     contents = store.Contents(make_fields(options.sequence, tokenizer, settings.has_answers), measure, merge)
     kind = (settings.has_answers, settings.chat)
     files = [store.Job(path, partial(pack, plan, str(work), *kind), contents, plan.rows) for path, plan in file_plans]
@@ -445,10 +442,11 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
     }  # fmt: skip
     summary = f"vocabulary {tokenizer.size:,} (tokenizer {tokenizer.identity[:12]}), rows of {options.sequence} + 1 tokens"
     return command.Plan(recipe, files, header, summary, refused=refused, unlisted=bad - len(refused), accepted=good,
-                        finalize=partial(_write_metadata, metadata))  # fmt: skip
+                        finalize=partial(_write_metadata, metadata, tokenizer))  # fmt: skip
 
 
-def _write_metadata(metadata: dict[str, Any], out: Path) -> None:
+def _write_metadata(metadata: dict[str, Any], tokenizer: Tokenizer, out: Path) -> None:
+    tokenizer.save(out)
     for split, part in command.PreparedDataset(out).statistics.items():
         metadata["splits"][split] |= {key: part[key] for key in ("rows", "bytes")}
         print(f"{split}: {part['bytes'] / part['tokens']:.3f} UTF-8 bytes {'in answers ' if metadata['answers'] else ''}per token")
@@ -490,8 +488,7 @@ def _plan_files(
         limit = drawn[order[np.searchsorted(np.cumsum(tokens[order]), options.sequence + 1) :][:1]]
         if len(limit) and limit[0] < min(drawn.max(), 1):
             held = drawn <= limit[0]
-            text = f"{held.sum():,} of {len(held):,} documents, since {options.held_out:g} of them are less than a row"
-            command.print_rank_0(f"validation: {text}")
+            command.print_rank_0(f"validation: held out more than {options.held_out:g} of the documents, to fill a row")
     shard = np.repeat(np.arange(len(columns), dtype=np.int32), [len(part[0]) for part in columns])
     begin, span = (np.concatenate([np.cumsum(part[which]) - part[which] for part in columns]) for which in (0, 2))
     sequence, files, counts = options.sequence, list[tuple[Path, FilePlan]](), dict[str, dict[str, int]]()
@@ -504,9 +501,8 @@ def _plan_files(
         rows = max(total - 1, 0) // sequence
         if not rows and (split == "train" or options.held_out or options.validation):
             actual = f"{split}: {total:,} tokens of {len(members)} documents, not one row of {sequence + 1:,}"
-            advice = "take a smaller --sequence, or more text"
-            advice += ", or --held-out 0: then a run trains without validation" if number else ""
-            raise DataError(f"{actual}; {advice}")
+            advice = ", or --held-out 0: then a run trains without validation" if number else ""
+            raise DataError(f"{actual}; take a smaller --sequence, or more text{advice}")
         if not rows:
             continue
         counts[split] = {"documents": len(members), "tokens": total, "left_over": total - rows * sequence - 1}
@@ -548,7 +544,8 @@ def check(prepared: command.PreparedDataset, options: argparse.Namespace) -> Ite
     hashes: dict[str, Array] = {}
     for split in metadata["splits"]:
         paths = sorted(path for path in prepared.paths if path.parent.name == split)
-        hashes[split] = yield from _check_rows(paths, metadata, tokenizer)
+        added = 0 if prepared.recipe.get("chat") else tokenizer.added_bytes
+        hashes[split] = yield from _check_rows(paths, metadata, tokenizer, added)
         if copies := len(hashes[split]) - len(np.unique(hashes[split])):
             print(f"{split}: {copies} of {len(hashes[split])} documents are duplicates")
     if len(hashes) == 2 and (shared := int(np.isin(hashes["validation"], hashes["train"]).sum())):
@@ -559,11 +556,11 @@ def check(prepared: command.PreparedDataset, options: argparse.Namespace) -> Ite
         print(f"{path.parent.name}/{path.name} row {row}: {text[:300]!r}")
 
 
-def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Tokenizer) -> Generator[str, None, Array]:
-    """Yield the faults of the rows of a split, and return a hash of each document."""
+def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Tokenizer, added: int) -> Generator[str, None, Array]:
+    """Yield the faults of the rows of a split, and return a hash of each document. ``added``: Bytes that a text exceeds."""
     sequence, advice = metadata["sequence"], "delete the file and convert again"
     hashes: list[int] = []
-    last, running = None, hashlib.blake2b(digest_size=8)
+    last, running, begins, answered = None, hashlib.blake2b(digest_size=8), np.array([0]), False
     for path in paths:
         with h5py.File(path, "r") as file:
             tokens, columns = file["tokens"][...], {name: file[name][...] for name in file if name != "tokens"}
@@ -587,7 +584,13 @@ def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Toke
             for number, (begin, end) in zip(np.repeat(np.arange(len(mask)), columns["answers"]), columns["spans"]):
                 mask[number, begin:end] = True
             lengths = lengths * mask
-        counts = lengths[:, 1:].sum(1)
+            flat = np.append(answered, mask[:, 1:])
+            begins, answered = np.flatnonzero(~flat[:-1] & flat[1:]) + 1, mask[-1, -1]
+        else:
+            begins = np.union1d(begins, row * sequence + ends)
+        counts, first = lengths[:, 1:].sum(1), begins + len([] if metadata["answers"] else metadata["before"])
+        np.subtract.at(counts, (first[(first > 0) & (first <= len(tokens) * sequence)] - 1) // sequence, added)
+        begins = begins[first > len(tokens) * sequence] - len(tokens) * sequence            # in the next file
         for at in np.flatnonzero(counts != columns["bytes"])[:1]:
             yield f"{path}: row {at}: 'bytes' is {columns['bytes'][at]}, expected {counts[at]}; {advice}"
         last, flat, at = tokens[-1, -1], tokens[:, :-1].ravel(), 0

@@ -1,7 +1,7 @@
 """Chat at a terminal:  python -m apps.llm chat weights=FOLDER [system="Be brief." temperature=0.7 mesh.tensor=2 ...]
 
-Each line of standard input is a message; its answer is streamed to standard output. /reset begins another conversation, Ctrl-C ends
-an answer, a second one or one at the prompt the chat, as Ctrl-D does. Lines may also come from a pipe.
+Each line of standard input is a message; its answer is streamed to standard output. /reset begins another conversation. Ctrl-C ends
+an answer; a second one, or one at the prompt, ends the chat, as Ctrl-D does. Lines may also come from a pipe.
 """
 
 import sys
@@ -43,30 +43,29 @@ def chat(cfg: ChatConfig, mesh: Any) -> None:
 
     ranks = mesh.subgroup("chat", range(mesh.world))  # with a timeout of days: the others wait for a person
     model, pipeline = load_model(cfg, mesh)
-    system = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
-    turns: list[dict[str, str]] = []
+    system, turns = [{"role": "system", "content": cfg.system}] if cfg.system is not None else [], list[Any]()
     if model.tokenizer.chat_template is None:
-        raise DataError(f"{model.tokenizer.where}: has no chat template, so that this model knows no messages; continue texts with "
-                        "generate, or train on chats: data_prep.text convert CHATS.jsonl OUT --chat")  # fmt: skip
+        raise DataError(f"{model.tokenizer.where}: has no chat template: the model knows no messages; continue texts with "
+                        "generate, or train on rows of chats: data_prep.text convert CHATS.jsonl OUT --chat")  # fmt: skip
     model.tokenizer.chat([*system, {"role": "user", "content": "a"}], True)  # raises if the template rejects the system message
-    _tell(mesh, f"{cfg.weights}: {RESET} begins another conversation, Ctrl-C ends an answer, Ctrl-D the chat")
-    while (line := broadcast_object(_read_line() if mesh.is_first else None, ranks)) is not None:
+    tell(mesh, f"{cfg.weights}: {RESET} begins another conversation, Ctrl-C ends an answer, Ctrl-D the chat")
+    while (line := broadcast_object(read_line() if mesh.is_first else None, ranks)) is not None:
         if line.strip() == RESET:
             turns = []
-            _tell(mesh, "another conversation")
+            tell(mesh, "another conversation")
         if line.strip() in ("", RESET):
             continue
-        count = len(turns)
-        turns = _fit(model, system, [*turns, {"role": "user", "content": line}], cfg.most)
-        if len(turns) <= count:
-            _tell(mesh, f"the context of {model.cfg.positions:,} tokens is full: answered without the oldest messages" if turns else
-                  f"the message does not fit into the context of {model.cfg.positions:,} tokens; shorten it")  # fmt: skip
-        if not turns:
+        kept = fit_context(model, system, [*turns, {"role": "user", "content": line}], cfg.most)
+        if len(kept) <= len(turns):
+            actual = f"the context of {model.cfg.positions:,} tokens is full"
+            tell(mesh, f"{actual}: the oldest messages are left out" if kept else f"{actual} with this message; shorten it")
+        if not kept:
             continue
-        answer = ""
+        turns = [*kept, {"role": "assistant", "content": ""}]
         with defer_interrupts() as interrupts:
-            for piece in chat_reply(model, [*system, *turns], seed=cfg.seed + len(turns), pipeline=pipeline, **cfg.sampling):
-                answer += piece
+            seed = cfg.seed + len(turns)
+            for piece in chat_reply(model, [*system, *turns[:-1]], seed=seed, pipeline=pipeline, **cfg.sampling):
+                turns[-1]["content"] += piece
                 if mesh.is_first:
                     print(piece, end="", flush=True)
                 if broadcast_object(len(interrupts), ranks):
@@ -74,25 +73,25 @@ def chat(cfg: ChatConfig, mesh: Any) -> None:
             interrupts.clear()
         if mesh.is_first:
             print(flush=True)
-        turns.append({"role": "assistant", "content": answer})
 
 
-def _tell(mesh: Any, text: str) -> None:
+def tell(mesh: Any, text: str) -> None:
     if mesh.is_first:
         sys.stderr.write(f"({text})\n")
 
 
-def _read_line() -> str | None:
-    """Return the next line of standard input, or None at its end. A terminal gets a prompt, and its keys edit the line."""
+def read_line() -> str | None:
+    """Return the next line of standard input, or None at its end. A terminal has a prompt, and its keys edit the line."""
     try:
-        return input("> ") if sys.stdin.isatty() and sys.stdout.isatty() else next(sys.stdin, None)
+        line = input("> ") if sys.stdin.isatty() and sys.stdout.isatty() else next(sys.stdin, None)
     except EOFError:
+        line = None
         print()
-        return None
+    return line and line.removesuffix("\n")
 
 
-def _fit(model: Any, system: Sequence[Any], turns: list[Any], most: int) -> list[Any]:
-    """Return the last turns that leave room for an answer of ``most`` tokens, or of a quarter of the context; [] if none does."""
+def fit_context(model: Any, system: Sequence[Any], turns: list[Any], most: int) -> list[Any]:
+    """Return the last turns that leave room for ``most`` tokens, or for a quarter of the context; [] if none does."""
     room = model.cfg.positions - min(most, model.cfg.positions // 4)
     while turns and len(model.tokenizer.chat([*system, *turns], True)[0]) > room:
         turns = turns[2:]  # a question and its answer

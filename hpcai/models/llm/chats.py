@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from hpcai.child_process import Worker
@@ -24,15 +25,7 @@ _renderer = Worker("a chat template", "expected one that renders a conversation"
 atexit.register(_renderer.kill)
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
-TEMPLATE = """\
-{%- for message in messages %}
-    {%- if '<|' + message['role'] + '|>' not in ['<|system|>', '<|user|>', '<|assistant|>'] %}
-        {{- raise_exception('a message of ' + message['role'] + ', expected system, user or assistant') }}
-    {%- endif %}
-    {{- '<|' + message['role'] + '|>' + message['content'] }}
-    {%- if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8").strip()
 """the template for tokenizers without one; ``ROLE_TOKENS`` may be special tokens or text"""
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\b")
 _MARKS = [chr(0xFDD0 + n) for n in range(32)]  # noncharacters of Unicode, which text should not contain

@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -83,11 +82,9 @@ class Tokenizer:
                 text = f"the added token {token['content']!r} has id {number:,}, the vocabulary makes it {actual}"
                 raise DataError(f"{self.where}: {text}; fetch the files again")
         self._ids: dict[str, int] = {**vocabulary, **{token["content"]: number for number, token in self._added.items()}}
-        names = defaultdict[int, list[str]](list)
-        for name, number in self._ids.items():
-            names[number].append(name)
-        if twice := [f"{number:,} is that of {group[0]!r} and {group[1]!r}" for number, group in names.items() if len(group) > 1]:
-            raise DataError(f"{self.where}: two tokens have one id: {twice[0]}; fetch it again")
+        names = {number: name for name, number in self._ids.items()}
+        if twice := [f"{name!r} and {names[number]!r}" for name, number in self._ids.items() if names[number] != name]:
+            raise DataError(f"{self.where}: {twice[0]} have one id, expected one of each token; fetch it again")
         self.size = max(self._ids.values()) + 1
         self.special = {number for number, token in self._added.items() if token.get("special")}
         self.bos, self.eos, self.pad = (self._special_id(f"{name}_token") for name in ("bos", "eos", "pad"))
