@@ -155,7 +155,10 @@ def talker(home: Path) -> Path:
     """A folder with the model and a chat template."""
     folder = shutil.copytree(home, home.with_name("talker"))
     tokenizer = Tokenizer.byte_level()
-    tokenizer.config["chat_template"] = "{{ bos_token }}{% for m in messages %}{{ m.role[0] + m.content + '\n' }}{% endfor %}"
+    tokenizer.config["chat_template"] = (
+        "{% for m in messages %}{{ raise_exception('begins with an answer') if m.role == 'assistant' and loop.index0 == 1 }}"
+        "{{ m.role[0] + m.content + '\n' }}{% endfor %}"
+    )
     tokenizer.save(folder)
     return folder
 
