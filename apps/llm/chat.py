@@ -39,6 +39,7 @@ def main(cfg: ChatConfig) -> None:
 def chat(cfg: ChatConfig, mesh: Any) -> None:
     """Answer the lines of standard input, which the first rank reads, until its end."""
     from hpcai.dist.collectives import broadcast_object
+    from hpcai.dist.waiting import HEARTBEAT
     from hpcai.models.llm.text import chat_reply
 
     ranks = mesh.subgroup("chat", range(mesh.world))  # with a timeout of days: the others wait for a person
@@ -48,6 +49,7 @@ def chat(cfg: ChatConfig, mesh: Any) -> None:
         raise DataError(f"{model.tokenizer.where}: has no chat template: the model knows no messages; continue texts with "
                         "generate, or train on rows of chats: data_prep.text convert CHATS.jsonl OUT --chat")  # fmt: skip
     model.tokenizer.chat([*system, {"role": "user", "content": "a"}], True)  # raises if the template rejects the system message
+    HEARTBEAT.attended = True
     tell(mesh, f"{cfg.weights}: {RESET} begins another conversation, Ctrl-C ends an answer, Ctrl-D the chat")
     while (line := broadcast_object(read_line() if mesh.is_first else None, ranks)) is not None:
         if line.strip() == RESET:
@@ -55,14 +57,14 @@ def chat(cfg: ChatConfig, mesh: Any) -> None:
             tell(mesh, "another conversation")
         if line.strip() in ("", RESET):
             continue
-        kept = fit_context(model, system, [*turns, {"role": "user", "content": line}], cfg.most)
-        if len(kept) <= len(turns):
-            actual = f"the context of {model.cfg.positions:,} tokens is full"
-            tell(mesh, f"{actual}: the oldest messages are left out" if kept else f"{actual} with this message; shorten it")
-        if not kept:
-            continue
-        turns = [*kept, {"role": "assistant", "content": ""}]
         with defer_interrupts() as interrupts:
+            kept = fit_context(model, system, [*turns, {"role": "user", "content": line}], cfg.most)
+            if len(kept) <= len(turns):
+                actual = f"the context of {model.cfg.positions:,} tokens is full"
+                tell(mesh, f"{actual}: the oldest messages are left out" if kept else f"{actual} with this message; shorten it")
+            if not kept:
+                continue
+            turns = [*kept, {"role": "assistant", "content": ""}]
             seed = cfg.seed + len(turns)
             for piece in chat_reply(model, [*system, *turns[:-1]], seed=seed, pipeline=pipeline, **cfg.sampling):
                 turns[-1]["content"] += piece
