@@ -367,7 +367,7 @@ def _document_texts(item: Any, piece: Piece, settings: TextSettings) -> Iterator
     result = read_texts(item, piece, settings)
     if isinstance(result, Unusable) or result[0] < settings.held_out:
         return
-    parts = chain.from_iterable([text] if isinstance(text, str) else text for text in result[1])
+    parts: Iterator[Any] = chain.from_iterable([text] if isinstance(text, str) else text for text in result[1])
     try:
         parts = (chats.to_text(message)["content"] for message in parts) if settings.chat else parts
         yield from (part for part in parts if part.isascii() or part == part.encode("utf-8", "replace").decode())

@@ -29,17 +29,21 @@ def run(args: Sequence[str]) -> None:
 
 def main(cfg: ChatConfig) -> None:
     from hpcai import dist
+    from hpcai.dist.waiting import HEARTBEAT
 
     with dist.start(cfg.mesh) as mesh:
         if (size := mesh["replicate"].size) > 1:
             raise ConfigError(f"{size} replicas of the model for one conversation; set mesh.tensor={size}, or start one process")
-        chat(cfg, mesh)
+        HEARTBEAT.attended = True
+        try:
+            chat(cfg, mesh)
+        finally:
+            HEARTBEAT.attended = False
 
 
 def chat(cfg: ChatConfig, mesh: Any) -> None:
     """Answer the lines of standard input, which the first rank reads, until its end."""
     from hpcai.dist.collectives import broadcast_object
-    from hpcai.dist.waiting import HEARTBEAT
     from hpcai.models.llm.text import chat_reply
 
     ranks = mesh.subgroup("chat", range(mesh.world))  # with a timeout of days: the others wait for a person
@@ -49,7 +53,6 @@ def chat(cfg: ChatConfig, mesh: Any) -> None:
         raise DataError(f"{model.tokenizer.where}: has no chat template: the model knows no messages; continue texts with "
                         "generate, or train on rows of chats: data_prep.text convert CHATS.jsonl OUT --chat")  # fmt: skip
     model.tokenizer.chat([*system, {"role": "user", "content": "a"}], True)  # raises if the template rejects the system message
-    HEARTBEAT.attended = True
     tell(mesh, f"{cfg.weights}: {RESET} begins another conversation, Ctrl-C ends an answer, Ctrl-D the chat")
     while (line := broadcast_object(read_line() if mesh.is_first else None, ranks)) is not None:
         if line.strip() == RESET:

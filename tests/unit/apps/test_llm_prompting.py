@@ -205,8 +205,8 @@ def test_an_interrupt_ends_an_answer_and_a_second_one_the_chat(
             yield piece
 
     monkeypatch.setattr("hpcai.models.llm.text.chat_reply", reply)
-    stdout, _ = command(chat.run, *command_args(weights=talker), stdin="one\ntwo\nthree\n", code=130)
-    assert stdout == "a\n" and seen[1] == [say("user", "one"), say("assistant", "a"), say("user", "two")]
+    stdout, _ = command(chat.run, *command_args(weights=talker, system="s"), stdin="one\ntwo\nthree\n", code=130)
+    assert stdout == "a\n" and seen[1][1:] == [say("user", "one"), say("assistant", "a"), say("user", "two")]
 
 
 def test_a_chat_needs_a_template(home: Path, command: Any) -> None:
