@@ -43,7 +43,7 @@ import h5py
 import numpy as np
 
 import hpcai
-from data_prep import command, documents, store
+from data_prep import command, documents, packing, store
 from data_prep.command import option
 from data_prep.documents import NotTextError, Piece, Unusable
 from data_prep.packing import Array, FilePlan, load_tokenizer, make_fields, measure, merge, pack, shard_path, to_spans, token_dtype
@@ -544,8 +544,8 @@ def check(prepared: command.PreparedDataset, options: argparse.Namespace) -> Ite
     hashes: dict[str, Array] = {}
     for split in metadata["splits"]:
         paths = sorted(path for path in prepared.paths if path.parent.name == split)
-        added = 0 if prepared.recipe.get("chat") else tokenizer.added_bytes
-        hashes[split] = yield from _check_rows(paths, metadata, tokenizer, added)
+        widths = packing.token_bytes(tokenizer, prepared.recipe.get("chat", False))
+        hashes[split] = yield from _check_rows(paths, metadata, widths)
         if copies := len(hashes[split]) - len(np.unique(hashes[split])):
             print(f"{split}: {copies} of {len(hashes[split])} documents are duplicates")
     if len(hashes) == 2 and (shared := int(np.isin(hashes["validation"], hashes["train"]).sum())):
@@ -556,11 +556,11 @@ def check(prepared: command.PreparedDataset, options: argparse.Namespace) -> Ite
         print(f"{path.parent.name}/{path.name} row {row}: {text[:300]!r}")
 
 
-def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Tokenizer, added: int) -> Generator[str, None, Array]:
-    """Yield the faults of the rows of a split, and return a hash of each document. ``added``: Bytes that a text exceeds."""
+def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], widths: Array) -> Generator[str, None, Array]:
+    """Yield the faults of the rows of a split, and return a hash of each document. ``widths``: The bytes of each token."""
     sequence, advice = metadata["sequence"], "delete the file and convert again"
     hashes: list[int] = []
-    last, running, begins, answered = None, hashlib.blake2b(digest_size=8), np.array([0]), False
+    last, running = None, hashlib.blake2b(digest_size=8)
     for path in paths:
         with h5py.File(path, "r") as file:
             tokens, columns = file["tokens"][...], {name: file[name][...] for name in file if name != "tokens"}
@@ -578,19 +578,13 @@ def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Toke
             continue
         if (odd := tokens[row, ends - 1] != metadata["ending"][-1]).any():
             yield f"{path}: row {row[np.argmax(odd)]}: a document ends with another token than {metadata['ending'][-1]}; {advice}"
-        lengths = tokenizer.byte_lengths[tokens]
+        lengths = widths[tokens]
         if metadata["answers"]:
             mask = np.zeros(tokens.shape, bool)
             for number, (begin, end) in zip(np.repeat(np.arange(len(mask)), columns["answers"]), columns["spans"]):
                 mask[number, begin:end] = True
             lengths = lengths * mask
-            flat = np.append(answered, mask[:, 1:])
-            begins, answered = np.flatnonzero(~flat[:-1] & flat[1:]) + 1, mask[-1, -1]
-        else:
-            begins = np.union1d(begins, row * sequence + ends)
-        counts, first = lengths[:, 1:].sum(1), begins + len([] if metadata["answers"] else metadata["before"])
-        np.subtract.at(counts, (first[(first > 0) & (first <= len(tokens) * sequence)] - 1) // sequence, added)
-        begins = begins[first > len(tokens) * sequence] - len(tokens) * sequence            # in the next file
+        counts = lengths[:, 1:].sum(1).clip(0)
         for at in np.flatnonzero(counts != columns["bytes"])[:1]:
             yield f"{path}: row {at}: 'bytes' is {columns['bytes'][at]}, expected {counts[at]}; {advice}"
         last, flat, at = tokens[-1, -1], tokens[:, :-1].ravel(), 0
