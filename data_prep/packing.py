@@ -24,10 +24,10 @@ def token_dtype(tokenizer: Tokenizer) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, chat: bool) -> Array:
-    """Return the UTF-8 bytes of each token in rows. The end of a text subtracts the space with which a tokenizer begins it; messages
-    of a ``chat`` are no texts of their own."""
+    """Return the UTF-8 bytes of each token in rows. The end of a text subtracts the space with which a tokenizer begins it. The
+    messages of a ``chat`` are no texts of their own."""
     lengths = tokenizer.byte_lengths.copy()
-    lengths[tokenizer.end_tokens[-1]] -= 0 if chat else tokenizer.added_bytes
+    lengths[tokenizer.end_tokens[-1]] -= 0 if chat else max(lengths[tokenizer.encode("a")].sum() - 1, 0)
     return lengths
 
 

@@ -339,16 +339,16 @@ def train_tokenizer(size: int, shards: Sequence[Shard], settings: TextSettings) 
     """Train a tokenizer on the beginnings of all shards, without documents that are held out."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"          # equal results on any machine, and no threads before processes start
     fraction = min(1.0, TOKENIZER_BYTES / max(1, sum(shard.weight for shard in shards)))
-    tokenizer = Tokenizer.train(_training_texts(shards, fraction, settings), size, chats.ROLE_TOKENS if settings.chat else ())
-    _add_template(tokenizer, settings)
-    return tokenizer
+    special = chats.ROLE_TOKENS if settings.chat else ()
+    return _with_template(Tokenizer.train(_training_texts(shards, fraction, settings), size, special), settings)
 
 
-def _add_template(tokenizer: Tokenizer, settings: TextSettings) -> None:
-    """Give a tokenizer without a chat template that of this project, for chats."""
+def _with_template(tokenizer: Tokenizer, settings: TextSettings) -> Tokenizer:
+    """Return a tokenizer; for chats one without a chat template gets that of this project."""
     if settings.chat and tokenizer.chat_template is None:
         tokenizer.config["chat_template"] = ("{{- bos_token }}" if tokenizer.prefix else "") + chats.TEMPLATE
         command.print_rank_0(f"{tokenizer.where}: without a chat template; it gets one, with {', '.join(chats.ROLE_TOKENS)}")
+    return tokenizer
 
 
 def _training_texts(shards: Sequence[Shard], fraction: float, settings: TextSettings) -> Iterator[str]:
@@ -471,9 +471,8 @@ def _parse_options(options: argparse.Namespace) -> tuple[TextSettings, Tokenizer
         if not size.isdigit() or not 257 <= int(size) < 1 << 32:
             raise ConfigError(f"--tokenizer {options.tokenizer}: expected train: and a size from 257 to 2^32, such as train:2048")
         return settings, None, int(size)
-    tokenizer = Tokenizer.load(options.tokenizer)
+    tokenizer = _with_template(Tokenizer.load(options.tokenizer), settings)
     _ = tokenizer.end_tokens                        # raises before the work
-    _add_template(tokenizer, settings)
     return settings, tokenizer, tokenizer.size
 
 

@@ -1,6 +1,5 @@
 """Rows of tokens as samples, from one folder or a blend of several.   T targets of a row"""
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,7 +22,6 @@ from hpcai.models.llm.load import load_weights, read_settings, resolve_run
 from hpcai.models.llm.tokenizer import CONTENT, Tokenizer
 from hpcai.programs import command_of
 
-logger = logging.getLogger(__name__)
 METADATA = "text.json"
 
 
@@ -61,8 +59,6 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     parts = [Texts(open_rows(cfg, "train", mesh, f, m), m, data.documents, data.learn) for f, m in zip(folders, metadata)]
     has_validation = "validation" in metadata[0].splits
     validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0]) if has_validation else None
-    if validation is None:
-        logger.info("%s: has no validation rows: this run evaluates nothing", folders[0])
     train = ConcatSamples(parts) if len(parts) > 1 else parts[0]
     kwargs = training_kwargs(parts[0].rows, cfg)
     if data.blend:

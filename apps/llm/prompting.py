@@ -54,7 +54,7 @@ class TextConfig(PromptingConfig, SamplingConfig):
         return {"stop": self.stop, "capture": self.capture, **{name: getattr(self, name) for name in SamplingConfig.model_fields}}
 
 
-def run_command(schema: type[Any], main: Callable[[Any], None], args: Sequence[str], text: str, advice: str = "") -> None:
+def run_command(schema: type[Any], main: Callable[[Any], None], args: Sequence[str], text: str = "", advice: str = "") -> None:
     """Run a command with its command-line arguments. The setting ``text`` is literal: it may look like YAML, and in JSON's quotes
     it is text."""
     start = f"{text}="

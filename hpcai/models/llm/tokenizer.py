@@ -243,11 +243,6 @@ class Tokenizer:
         lengths[[*self.special]] = 0
         return lengths
 
-    @cached_property
-    def added_bytes(self) -> int:
-        """Bytes by which ``byte_lengths`` exceed a text: 1 if the tokenizer begins a text with a space."""
-        return max(int(self.byte_lengths[self.encode("a")].sum()) - 1, 0)
-
     # ---- chats
 
     def chat(self, messages: Sequence[Mapping[str, Any]], generation: bool = False) -> tuple[list[int], list[int]]:
