@@ -41,7 +41,7 @@ from hpcai.programs import command_of, command_of_app
 from hpcai.stop import end_in_one_line
 
 R = TypeVar("R", bound="Recipe")
-SKIPPED = "skipped.json"
+SKIPPED = store.SKIPPED
 DOCUMENTATION = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}       # suffixes of files that users keep beside data
 WARNINGS = ("leak", "duplicate", "constant")    # findings of a check that are printed, and do not fail it
 

@@ -21,6 +21,7 @@ import string
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,7 +111,7 @@ def read_documents(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, 
     text, the object of a line or row, a sequence, or ``Unusable``. Only ``columns`` of a table are read."""
     kind = file_kind(piece.path)
     if kind == "text":
-        yield 1, read_text(piece.path)
+        yield 1, read_text(piece.path, piece.begin, piece.end)
     elif kind == "table":
         yield from enumerate(_read_rows(piece, columns), 1)
     elif kind == "lines":
@@ -130,18 +131,33 @@ def read_documents(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, 
 # ---- text
 
 
-def read_text(path: Path) -> Iterator[str]:
-    """Yield a text in chunks of a million characters or more. A chunk begins with a line without leading space, so that no word of
-    a tokenizer is split. Raises NotTextError, with the line, if the text is not UTF-8."""
+def find_cut(path: Path, length: int, tail: int) -> int:
+    """Return an offset in a file of ``length`` bytes, from ``tail`` to twice as many before its end: the begin of a paragraph, or
+    else of a line, a word or a character. Sequences are not cut: it is the begin of one, or ``length``."""
+    size = min(tail, 1 << 16, length - tail)
+    begin = length - tail - size
+    data = b"".join(islice(read_blocks(path, begin), 2))                # the first may be short
+    for pattern in (rb".*\n\n", rb".*\n", rb".*(?= )", rb".*(?=[^\x80-\xbf])") if file_kind(path) == "text" else (rb".*\n(?=>)",):
+        if found := re.compile(pattern, re.DOTALL).match(data, 0, size + 1):
+            return begin + found.end()
+    return length
+
+
+def read_text(path: Path, begin: int = 0, end: int | None = None) -> Iterator[str]:
+    """Yield the bytes ``begin`` to ``end`` of a text in chunks of a million characters or more. A chunk begins with a line without
+    leading space, so that no word of a tokenizer is split. Raises NotTextError, with the line, if the text is not UTF-8."""
     buffered, length = list[str](), 0
-    for number, (_, line) in enumerate(read_lines(path), 1):
+    for at, line in read_lines(path, begin, inside=True):
+        if end is not None and at >= end:
+            break
         try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            text = (line if end is None else line[: end - at]).decode("utf-8" if at else "utf-8-sig")
+            reason = "a NUL byte, expected text; leave the file out" if "\0" in text else ""
         except UnicodeDecodeError as problem:
             reason = f"byte 0x{line[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8), or leave it out"
-            raise NotTextError(f"{path}: line {number}: {reason}") from None
-        if "\0" in text:
-            raise NotTextError(f"{path}: line {number}: a NUL byte, expected text; leave the file out")
+        if reason:
+            number = sum(first + len(other) <= at for first, other in read_lines(path)) + 1
+            raise NotTextError(f"{path}: line {number}: {reason}")
         if length >= TEXT_CHUNK and not text[:1].isspace():
             yield "".join(buffered)
             buffered, length = [], 0
@@ -154,11 +170,11 @@ def read_text(path: Path) -> Iterator[str]:
 # ---- lines and rows
 
 
-def read_lines(path: Path, begin: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield offset and bytes, with the newline, of the lines that begin at byte ``begin`` or later. Raises DataError if a line is
-    longer than 256 MiB."""
-    offset = max(begin - 1, 0)                  # a line begins at ``begin`` if the byte before is a newline
-    skip, buffered, length = begin > 0, list[bytes](), 0
+def read_lines(path: Path, begin: int = 0, inside: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Yield offset and bytes, with the newline, of the lines that begin at byte ``begin`` or later; ``inside``: also the rest of a
+    line there. Raises DataError if a line is longer than 256 MiB."""
+    skip, buffered, length = begin > 0 and not inside, list[bytes](), 0
+    offset = begin - skip                       # a line begins at ``begin`` if the byte before is a newline
     for block in read_blocks(path, offset):
         first, *others = block.split(b"\n")
         buffered.append(first)

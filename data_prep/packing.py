@@ -23,6 +23,14 @@ def token_dtype(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.size <= 1 << 16 else "uint32"
 
 
+def token_bytes(tokenizer: Tokenizer, chat: bool) -> Array:
+    """Return the UTF-8 bytes of each token in rows. The end of a text subtracts the space with which a tokenizer begins it. The
+    messages of a ``chat`` are no texts of their own."""
+    lengths = tokenizer.byte_lengths.copy()
+    lengths[tokenizer.end_tokens[-1]] -= 0 if chat else max(lengths[tokenizer.encode("a")].sum() - 1, 0)
+    return lengths
+
+
 def shard_path(work: Path, number: int) -> Path:
     """Return the path of the JSON file with the documents of a shard. Their tokens are in a file beside it."""
     return work / f"share_{number:06d}.json"
@@ -57,7 +65,7 @@ class FilePlan:
     sequence: int
 
 
-def pack(plan: FilePlan, tokenizer_path: str, answers: bool, path: Path) -> None:
+def pack(plan: FilePlan, tokenizer_path: str, answers: bool, chat: bool, path: Path) -> None:
     """Write a file of rows."""
     tokenizer, rows, sequence = load_tokenizer(tokenizer_path), plan.rows, plan.sequence
     dtype, total = token_dtype(tokenizer), plan.rows * plan.sequence + 1
@@ -66,10 +74,10 @@ def pack(plan: FilePlan, tokenizer_path: str, answers: bool, path: Path) -> None
     order = np.argsort(plan.shard, kind="stable")
     for documents in np.split(order, np.flatnonzero(np.diff(plan.shard[order])) + 1):
         _copy_tokens(flat, mask if answers else None, plan, ends, documents)
-    widths = tokenizer.byte_lengths[flat[1:]]
+    widths = token_bytes(tokenizer, chat)[flat[1:]]
     widths = widths * mask[1:] if answers else widths
     numbers, columns = ends_in_rows(ends, rows, sequence)
-    values: dict[str, Array] = {"bytes": widths.reshape(rows, sequence).sum(1), "ends": columns,
+    values: dict[str, Array] = {"bytes": widths.reshape(rows, sequence).sum(1).clip(0), "ends": columns,
                                 "documents": np.bincount(numbers, minlength=rows)}  # fmt: skip
     if answers:
         spans = [to_spans(row) + 1 for row in mask[1:].reshape(rows, sequence)]

@@ -45,6 +45,7 @@ from hpcai.host_limits import allowed_cpus, count_cpus
 from hpcai.json_file import read_object
 
 SPLITS = ("train", "validation", "test")
+WORK, SKIPPED = ".work", "skipped.json"         # of a conversion; they do not bind the next one to its settings
 TIMEOUT = 1800.0                               # seconds without a new file from any other rank before rank 0 gives up
 MAX_REASONS = 3                                 # reasons of refusals that are printed
 LARGE_ROW = 1 << 24                             # values of a row that are measured at once
@@ -307,7 +308,8 @@ def claim_folder(out: Path, recipe: dict[str, Any]) -> None:
         return
     previous = read_json(path)
     keys = [key for key in {**previous, **recipe} if key != "skip_bad" and previous.get(key) != recipe.get(key)]
-    if keys and not any(file != path and not file.name.startswith(".") for file in out.rglob("*") if file.is_file()):
+    files = (file for file in out.rglob("*") if file.is_file() and file.relative_to(out).parts[0] not in (path.name, WORK, SKIPPED))
+    if keys and all(file.name.startswith(".") for file in files):
         write_json(path, recipe)                # nothing was written with the previous settings
     elif keys:
         changed = [f"{key} {previous.get(key)} (now {recipe.get(key, 'no such setting')})" for key in keys]

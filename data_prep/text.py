@@ -14,13 +14,14 @@
     OUT/tokenizer.json, tokenizer_config.json     the tokenizer of the rows
     OUT/text.json                   sequence (T), identity of the tokenizer, vocabulary, counts of each split, sources with SHA-256
     OUT/skipped.json                location and reason for each unusable document
-    OUT/.work                       tokens of each shard of the sources, for resumption; may be deleted
+    OUT/.work                       tokenizer, and tokens of each shard of the sources, by settings, for resumption; may be deleted
 
 The split of a document is decided by a hash of its group: its file, with --group folder the folder of the file, for lines and rows
 the field that --group names, or the document itself. More files thus move no document to the other split, and duplicates of a line
-or row are in the same split. Documents are shuffled by a permutation of their indices, a function of the seed: memory grows with
-the number of documents (some 100 bytes each), not with the text. The output is a pure function of sources and options; ranks,
-processes and interruptions do not change it.
+or row are in the same split. Of fewer than ten files, none of which the hash holds out, the last part of each is validation; of
+lines and rows, those with the next hashes if they are less than one row. Documents are shuffled by a permutation of their indices,
+a function of the seed: memory grows with the number of documents (some 100 bytes each), not with the text. The output is a pure
+function of sources and options; ranks, processes and interruptions do not change it.
 """
 
 import argparse
@@ -42,15 +43,17 @@ import h5py
 import numpy as np
 
 import hpcai
-from data_prep import command, documents, store
+from data_prep import command, documents, packing, store
 from data_prep.command import option
 from data_prep.documents import NotTextError, Piece, Unusable
 from data_prep.packing import Array, FilePlan, load_tokenizer, make_fields, measure, merge, pack, shard_path, to_spans, token_dtype
 from hpcai.data.index import commit_file, write_json
 from hpcai.errors import ConfigError, DataError
+from hpcai.models.llm import chats
 from hpcai.models.llm.tokenizer import BYTES, CONTENT, Tokenizer
 
-WORK, METADATA = ".work", "text.json"
+METADATA = "text.json"
+FEW_FILES = 10                                  # fewer files may be divided in two splits each
 SHARD_BYTES = 1 << 26                           # text of a shard: an interruption loses so many bytes at most
 FILE_BYTES = 1 << 25                            # tokens of a file
 TOKENIZER_BYTES = 1 << 26                       # text on which a tokenizer is trained, at most
@@ -120,11 +123,11 @@ class TextSettings(LibrarySettings):
         """Return the group of a document that is no line or row: its file, or the folder of the file."""
         return piece.name.rpartition("/")[0] or piece.name if self.group == FOLDER else piece.name
 
-    def split(self, group: str, piece: Piece) -> str:
+    def draw(self, group: str, piece: Piece) -> float:
+        """Return a number of a group, which is held out if it is below ``held_out``; -1 or 2 if the split is given."""
         if piece.split is not None:
-            return piece.split
-        drawn = int.from_bytes(hashlib.blake2b(group.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
-        return SPLITS[drawn < self.held_out * 2**64]
+            return 2.0 if piece.split == SPLITS[0] else -1.0
+        return int.from_bytes(hashlib.blake2b(group.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -145,6 +148,7 @@ class Source:
     name: str
     root: int                                   # index of the given file or folder
     split: str | None = None
+    begin: int = 0                              # of the part of the file that this is, with the size of the part
 
 
 def find_sources(roots: Sequence[Path], held_out: Sequence[Path], only: Sequence[str], out: Path) -> list[Source]:
@@ -181,6 +185,24 @@ def file_sizes(sources: Sequence[Source]) -> dict[str, Any]:
     return {"files": [documents.file_size(source.path) for source in sources]}
 
 
+def hold_out_ends(
+    sources: Sequence[Source], sizes: Sequence[Sequence[Any]], settings: TextSettings
+) -> tuple[Sequence[Source], Sequence[Sequence[Any]]]:
+    """Split few files in two parts, if the hashes of their names leave one split without a file."""
+    splits = {settings.draw(source.name, Piece(source.path, "", 0, 0, source.split)) < settings.held_out for source in sources}
+    by_file = {documents.file_kind(source.path) for source in sources} <= {"text", "sequences", "aligned"}
+    if settings.group or not settings.held_out or len(sources) >= FEW_FILES or len(splits) == 2 or not by_file:
+        return sources, sizes
+    fraction = min(max(settings.held_out, 8 * (settings.sequence + 1) / max(1, sum(size[1] for size in sizes))), 0.5)
+    parts: list[tuple[Source, Sequence[Any]]] = []
+    for source, (_, length, digest) in zip(sources, sizes):
+        cut = documents.find_cut(source.path, length, int(length * fraction))
+        parts += [(replace(source, split=split, begin=begin), (end - begin, end - begin, digest))
+                  for split, begin, end in ((SPLITS[0], 0, cut), (SPLITS[1], cut, length)) if begin < end]  # fmt: skip
+    command.print_rank_0(f"validation: the last {fraction:.1%} of {sources[0].name if len(sources) == 1 else 'each file'}")
+    return tuple(zip(*parts))
+
+
 @dataclass(frozen=True)
 class Shard:
     """The unit of work of a process: pieces of text that it tokenizes."""
@@ -210,7 +232,7 @@ def make_shards(sources: Sequence[Source], units: Sequence[int], weights: Sequen
         if count > 1 or weight + size > limit_bytes or len(pieces) == MAX_FILES:
             close()
         for begin, end in pairwise(unit_count * number // count for number in range(count + 1)):
-            pieces.append(Piece(source.path, source.name, begin, end, source.split))
+            pieces.append(Piece(source.path, source.name, source.begin + begin, source.begin + end, source.split))
             weight += size // count
             if count > 1:
                 close()
@@ -224,35 +246,39 @@ def make_shards(sources: Sequence[Source], units: Sequence[int], weights: Sequen
 Chunks = Iterator[tuple[list[int], list[int] | None]]       # token ids, and the mask of answers
 
 
-def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer) -> tuple[str, Chunks] | Unusable | None:
-    """Return split and tokens of a document, the reason why it is unusable, or None if it is empty."""
+def read_texts(document: Any, piece: Piece, settings: TextSettings) -> tuple[float, list[Any]] | Unusable:
+    """Return the number drawn for a document, and its texts, which may be chunks, or the reason why it is unusable."""
     if isinstance(document, Unusable):
         return document
     if isinstance(document, Mapping):
         values = settings.values(document)
-        if isinstance(values, Unusable):
-            return values
-        *texts, group = values
-    else:
-        texts, group = [iter([document]) if isinstance(document, str) else document], settings.group_of_file(piece)
-        if settings.has_answers:
-            return Unusable("has no fields, expected .jsonl, .json, .csv or .parquet with --chat, --prompt and --answer")
-    split = settings.split(group, piece)
+        return values if isinstance(values, Unusable) else (settings.draw(values[-1], piece), values[:-1])
+    if settings.has_answers:
+        return Unusable("has no fields, expected .jsonl, .json, .csv or .parquet with --chat, --prompt and --answer")
+    return settings.draw(settings.group_of_file(piece), piece), [iter([document]) if isinstance(document, str) else document]
+
+
+def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer) -> tuple[float, Chunks] | Unusable | None:
+    """Return the number drawn for a document, and its tokens, the reason why it is unusable, or None if it is empty."""
+    result = read_texts(document, piece, settings)
+    if isinstance(result, Unusable):
+        return result
+    drawn, texts = result
     if settings.chat:
         ids, mask = tokenizer.chat(texts[0])
         end = [] if ids[-len(tokenizer.end_tokens) :] == tokenizer.end_tokens else tokenizer.end_tokens
-        return split, iter([(ids, mask), (end, [0] * len(end))])
+        return drawn, iter([(ids, mask), (end, [0] * len(end))])
     if settings.has_answers:
         prompt, answer = [*tokenizer.prefix, *tokenizer.encode(texts[0])], [*tokenizer.encode(texts[1]), *tokenizer.end_tokens]
-        return (split, iter([(prompt, [0] * len(prompt)), (answer, [1] * len(answer))])) if any(texts) else None
+        return (drawn, iter([(prompt, [0] * len(prompt)), (answer, [1] * len(answer))])) if any(texts) else None
     parts = iter([texts[0]]) if isinstance(texts[0], str) else texts[0]
     first = next(parts, "")
     chunks = chain([tokenizer.prefix], map(tokenizer.encode, chain([first], parts)), [tokenizer.end_tokens])
-    return (split, ((ids, None) for ids in chunks)) if first else None
+    return (drawn, ((ids, None) for ids in chunks)) if first else None
 
 
 def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, Any]:
-    """Write the tokens of a shard. Return tokens, split, answers and their spans of each document, and the unusable documents."""
+    """Write the tokens of a shard. Return tokens, drawn number, answers and their spans of each document, and the unusable."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"          # processes run in parallel instead
     tokenizer = load_tokenizer(settings.tokenizer)
     records: list[dict[str, Any]] = []
@@ -276,7 +302,7 @@ def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, 
                     where = f"{piece.path}: {unit} {documents.count_before(piece) + line}" if unit else str(piece.path)
                     bad.append((where, record.reason))
     commit_file(partial, path)
-    columns = {name: [record[name] for record in records] for name in ("tokens", "held", "answers")}
+    columns = {name: [record[name] for record in records] for name in ("tokens", "drawn", "answers")}
     return {**columns, "spans": [span for record in records for span in record["spans"]], "bad": bad, "counts": counts}
 
 
@@ -289,7 +315,7 @@ def _write_document(
         result = tokenize(item, piece, settings, tokenizer)
         if not isinstance(result, tuple):
             return result
-        split, parts = result
+        drawn, parts = result
         for ids, mask in parts:
             file.write(np.array(ids, dtype).tobytes())
             tokens += len(ids)
@@ -303,7 +329,7 @@ def _write_document(
     spans = to_spans(np.array(masks, bool))
     if settings.has_answers and not len(spans):
         return Unusable("nothing that is an answer")
-    return {"tokens": tokens, "held": int(split == SPLITS[1]), "answers": len(spans), "spans": spans.tolist()}
+    return {"tokens": tokens, "drawn": drawn, "answers": len(spans), "spans": spans.tolist()}
 
 
 # ---- a tokenizer
@@ -313,7 +339,16 @@ def train_tokenizer(size: int, shards: Sequence[Shard], settings: TextSettings) 
     """Train a tokenizer on the beginnings of all shards, without documents that are held out."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"          # equal results on any machine, and no threads before processes start
     fraction = min(1.0, TOKENIZER_BYTES / max(1, sum(shard.weight for shard in shards)))
-    return Tokenizer.train(_training_texts(shards, fraction, settings), size)
+    special = chats.ROLE_TOKENS if settings.chat else ()
+    return _with_template(Tokenizer.train(_training_texts(shards, fraction, settings), size, special), settings)
+
+
+def _with_template(tokenizer: Tokenizer, settings: TextSettings) -> Tokenizer:
+    """Return a tokenizer; for chats one without a chat template gets that of this project."""
+    if settings.chat and tokenizer.chat_template is None:
+        tokenizer.config["chat_template"] = ("{{- bos_token }}" if tokenizer.prefix else "") + chats.TEMPLATE
+        command.print_rank_0(f"{tokenizer.where}: without a chat template; it gets one, with {', '.join(chats.ROLE_TOKENS)}")
+    return tokenizer
 
 
 def _training_texts(shards: Sequence[Shard], fraction: float, settings: TextSettings) -> Iterator[str]:
@@ -329,16 +364,14 @@ def _training_texts(shards: Sequence[Shard], fraction: float, settings: TextSett
 
 def _document_texts(item: Any, piece: Piece, settings: TextSettings) -> Iterator[str]:
     """Yield the texts of a document for training; none if it is unusable or held out."""
-    group = settings.group_of_file(piece)
-    if isinstance(item, Mapping):
-        values = settings.values(item)
-        item, group = (values[:-1], values[-1]) if isinstance(values, list) else ([], "")
-    parts = [item] if isinstance(item, str) else item
-    if isinstance(item, Unusable) or settings.split(group, piece) != SPLITS[0]:
+    result = read_texts(item, piece, settings)
+    if isinstance(result, Unusable) or result[0] < settings.held_out:
         return
+    parts: Iterator[Any] = chain.from_iterable([text] if isinstance(text, str) else text for text in result[1])
     try:
+        parts = (chats.to_text(message)["content"] for message in parts) if settings.chat else parts
         yield from (part for part in parts if part.isascii() or part == part.encode("utf-8", "replace").decode())
-    except NotTextError:
+    except (DataError, TypeError):
         return                                  # reported when the document is tokenized
 
 
@@ -358,7 +391,7 @@ def python(options: argparse.Namespace) -> command.Plan:
 def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Sequence[Path]) -> command.Plan:
     load_tokenizer.cache_clear()
     settings, tokenizer, size = _parse_options(options)
-    out, work = options.out, options.out / WORK
+    out = options.out
     names = [f"{source.root} {source.split} {source.name} {source.path.stat().st_size}" for source in sources]
     named: dict[str, Any] = {"tokenizer": options.tokenizer, "frame": None}
     if tokenizer is not None:                   # the tokens of a document depend on special tokens and the chat template too
@@ -369,23 +402,24 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
         command.print_rank_0(f"read as one text each: {counts_by_ending}")
     recipe = {"kind": "convert", **settings.json_dict, **named, "sources": command.fingerprint(names, "files, names and sizes")}
     store.claim_folder(out, recipe)
+    work = out / store.WORK / command.digest([json.dumps(recipe), "2"])         # format of the files there
     size_tasks = {work / f"sizes_{number:06d}.json": partial(file_sizes, batch)
              for number, batch in enumerate(command.batched(sources, FILES_PER_TASK))}  # fmt: skip
     sizes = [size for result in store.all_gather_results(size_tasks, options.workers, "sizes") for size in result["files"]]
-    shards = make_shards(sources, *([size[n] for size in sizes] for n in (0, 1)))
+    parts, part_sizes = hold_out_ends(sources, sizes, settings)
+    shards = make_shards(parts, *([size[n] for size in part_sizes] for n in (0, 1)))
     if tokenizer is None:
         # Another version of the library may train another tokenizer.
-        tokenizer = Tokenizer.load(out) if (out / CONTENT).is_file() else train_tokenizer(size, shards, settings)
-    tokenizer.save(out)
-    settings = replace(settings, tokenizer=str(out))
+        trained = [folder for folder in (out, work) if (folder / CONTENT).is_file()]
+        tokenizer = Tokenizer.load(trained[0]) if trained else train_tokenizer(size, shards, settings)
+    tokenizer.save(work)
+    settings = replace(settings, tokenizer=str(work))
     paths = [shard_path(work, number) for number in range(len(shards))]
     tasks = {path: partial(encode_shard, share, settings, path.with_suffix(".tokens")) for path, share in zip(paths, shards)}
     columns: list[list[Array]] = []             # of each shard
     refused, bad, empty = list[tuple[str, str]](), 0, 0
     for result in store.all_gather_results(tasks, options.workers, "tokens"):
-        if "tokens" not in result:
-            raise DataError(f"{work}: holds tokens of an earlier version; delete it, and repeat the command")
-        columns.append([np.array(result[name], np.int64) for name in ("tokens", "held", "answers")])
+        columns.append([np.array(result[name], float if name == "drawn" else np.int64) for name in ("tokens", "drawn", "answers")])
         refused += [(where, why) for where, why in result["bad"]]
         bad, empty = bad + result["counts"]["bad"], empty + result["counts"]["empty"]
     good = sum(len(tokens) for tokens, _, _ in columns)
@@ -398,7 +432,8 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
         command.print_rank_0(f"{empty} documents are empty and left out")
     file_plans, counts = _plan_files(work, columns, options, tokenizer)
     contents = store.Contents(make_fields(options.sequence, tokenizer, settings.has_answers), measure, merge)
-    files = [store.Job(path, partial(pack, plan, str(out), settings.has_answers), contents, plan.rows) for path, plan in file_plans]
+    kind = (settings.has_answers, settings.chat)
+    files = [store.Job(path, partial(pack, plan, str(work), *kind), contents, plan.rows) for path, plan in file_plans]
     header = {"sequence": options.sequence, "vocabulary": tokenizer.size, "tokenizer": tokenizer.identity}
     metadata = {
         "format": 1, "version": hpcai.__version__, **header, "type": token_dtype(tokenizer), "answers": settings.has_answers,
@@ -407,10 +442,11 @@ def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Se
     }  # fmt: skip
     summary = f"vocabulary {tokenizer.size:,} (tokenizer {tokenizer.identity[:12]}), rows of {options.sequence} + 1 tokens"
     return command.Plan(recipe, files, header, summary, refused=refused, unlisted=bad - len(refused), accepted=good,
-                        finalize=partial(_write_metadata, metadata))  # fmt: skip
+                        finalize=partial(_write_metadata, metadata, tokenizer))  # fmt: skip
 
 
-def _write_metadata(metadata: dict[str, Any], out: Path) -> None:
+def _write_metadata(metadata: dict[str, Any], tokenizer: Tokenizer, out: Path) -> None:
+    tokenizer.save(out)
     for split, part in command.PreparedDataset(out).statistics.items():
         metadata["splits"][split] |= {key: part[key] for key in ("rows", "bytes")}
         print(f"{split}: {part['bytes'] / part['tokens']:.3f} UTF-8 bytes {'in answers ' if metadata['answers'] else ''}per token")
@@ -434,14 +470,9 @@ def _parse_options(options: argparse.Namespace) -> tuple[TextSettings, Tokenizer
     if name == "train" and size:
         if not size.isdigit() or not 257 <= int(size) < 1 << 32:
             raise ConfigError(f"--tokenizer {options.tokenizer}: expected train: and a size from 257 to 2^32, such as train:2048")
-        if options.chat:
-            raise ConfigError("--chat: a newly trained tokenizer has no chat template; name the file of one that has")
         return settings, None, int(size)
-    tokenizer = Tokenizer.load(options.tokenizer)
+    tokenizer = _with_template(Tokenizer.load(options.tokenizer), settings)
     _ = tokenizer.end_tokens                        # raises before the work
-    if options.chat and not tokenizer.has_generation_blocks:
-        raise ConfigError(f"--chat: {options.tokenizer} has no chat template that marks answers by {{% generation %}} blocks; "
-                          "put such a template into its tokenizer_config.json")  # fmt: skip
     return settings, tokenizer, tokenizer.size
 
 
@@ -449,7 +480,14 @@ def _plan_files(
     work: Path, columns: Sequence[Sequence[Array]], options: argparse.Namespace, tokenizer: Tokenizer
 ) -> tuple[list[tuple[Path, FilePlan]], dict[str, dict[str, int]]]:
     """Return the files of rows with their documents, and counts of each split."""
-    tokens, held, answers = (np.concatenate(parts) for parts in zip(*columns))
+    tokens, drawn, answers = (np.concatenate(parts) for parts in zip(*columns))
+    held = drawn < options.held_out
+    if options.held_out and tokens[held].sum() <= options.sequence:
+        order = np.argsort(drawn)
+        limit = drawn[order[np.searchsorted(np.cumsum(tokens[order]), options.sequence + 1) :][:1]]
+        if len(limit) and limit[0] < min(drawn.max(), 1):
+            held = drawn <= limit[0]
+            command.print_rank_0(f"validation: held out more than {options.held_out:g} of the documents, to fill a row")
     shard = np.repeat(np.arange(len(columns), dtype=np.int32), [len(part[0]) for part in columns])
     begin, span = (np.concatenate([np.cumsum(part[which]) - part[which] for part in columns]) for which in (0, 2))
     sequence, files, counts = options.sequence, list[tuple[Path, FilePlan]](), dict[str, dict[str, int]]()
@@ -462,9 +500,8 @@ def _plan_files(
         rows = max(total - 1, 0) // sequence
         if not rows and (split == "train" or options.held_out or options.validation):
             actual = f"{split}: {total:,} tokens of {len(members)} documents, not one row of {sequence + 1:,}"
-            advice = "take a smaller --sequence, or more text" if number == 0 or len(members) else (
-                "raise --held-out, name other files by --validation PATH, or give --held-out 0")
-            raise DataError(f"{actual}; {advice}")
+            advice = ", or --held-out 0: then a run trains without validation" if number else ""
+            raise DataError(f"{actual}; take a smaller --sequence, or more text{advice}")
         if not rows:
             continue
         counts[split] = {"documents": len(members), "tokens": total, "left_over": total - rows * sequence - 1}
@@ -506,7 +543,8 @@ def check(prepared: command.PreparedDataset, options: argparse.Namespace) -> Ite
     hashes: dict[str, Array] = {}
     for split in metadata["splits"]:
         paths = sorted(path for path in prepared.paths if path.parent.name == split)
-        hashes[split] = yield from _check_rows(paths, metadata, tokenizer)
+        widths = packing.token_bytes(tokenizer, prepared.recipe.get("chat", False))
+        hashes[split] = yield from _check_rows(paths, metadata, widths)
         if copies := len(hashes[split]) - len(np.unique(hashes[split])):
             print(f"{split}: {copies} of {len(hashes[split])} documents are duplicates")
     if len(hashes) == 2 and (shared := int(np.isin(hashes["validation"], hashes["train"]).sum())):
@@ -517,8 +555,8 @@ def check(prepared: command.PreparedDataset, options: argparse.Namespace) -> Ite
         print(f"{path.parent.name}/{path.name} row {row}: {text[:300]!r}")
 
 
-def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Tokenizer) -> Generator[str, None, Array]:
-    """Yield the faults of the rows of a split, and return a hash of each document."""
+def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], widths: Array) -> Generator[str, None, Array]:
+    """Yield the faults of the rows of a split, and return a hash of each document. ``widths``: The bytes of each token."""
     sequence, advice = metadata["sequence"], "delete the file and convert again"
     hashes: list[int] = []
     last, running = None, hashlib.blake2b(digest_size=8)
@@ -539,13 +577,13 @@ def _check_rows(paths: Sequence[Path], metadata: dict[str, Any], tokenizer: Toke
             continue
         if (odd := tokens[row, ends - 1] != metadata["ending"][-1]).any():
             yield f"{path}: row {row[np.argmax(odd)]}: a document ends with another token than {metadata['ending'][-1]}; {advice}"
-        lengths = tokenizer.byte_lengths[tokens]
+        lengths = widths[tokens]
         if metadata["answers"]:
             mask = np.zeros(tokens.shape, bool)
             for number, (begin, end) in zip(np.repeat(np.arange(len(mask)), columns["answers"]), columns["spans"]):
                 mask[number, begin:end] = True
             lengths = lengths * mask
-        counts = lengths[:, 1:].sum(1)
+        counts = lengths[:, 1:].sum(1).clip(0)
         for at in np.flatnonzero(counts != columns["bytes"])[:1]:
             yield f"{path}: row {at}: 'bytes' is {columns['bytes'][at]}, expected {counts[at]}; {advice}"
         last, flat, at = tokens[-1, -1], tokens[:, :-1].ravel(), 0

@@ -177,22 +177,22 @@ def on_signal(callback: Callable[[str], object]) -> Iterator[None]:
 
 
 @contextmanager
-def defer_interrupts() -> Iterator[None]:
-    """Context manager that defers a first Ctrl-C to its end, so that files are complete; a second one interrupts."""
-    pending = False
+def defer_interrupts() -> Iterator[list[int]]:
+    """Context manager that defers a first Ctrl-C to its end, so that files are complete; a second one interrupts. A caller that
+    clears the list, which has the first one, has obeyed it."""
+    pending: list[int] = []
     before = signal.getsignal(signal.SIGINT)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal pending
         if pending and callable(before):
             before(number, frame)
-        pending = True
+        pending.append(number)
 
     installed = threading.current_thread() is threading.main_thread() and callable(before)
     if installed:
         signal.signal(signal.SIGINT, handle)
     try:
-        yield
+        yield pending
     finally:
         if installed:
             signal.signal(signal.SIGINT, before)

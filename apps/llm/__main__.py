@@ -1,5 +1,6 @@
 """Train a language model:  python -m apps.llm apps/llm/configs/small.yaml [step.lr=2e-3 ...]
 Generate texts:         python -m apps.llm generate weights=FOLDER prompt="..." [temperature=0.8 ...]
+Chat at a terminal:     python -m apps.llm chat weights=FOLDER [system="..." temperature=0.7 ...]
 Evaluate a model:       python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl
 
 The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
@@ -35,7 +36,8 @@ def main(cfg: Config) -> None:
             with train.seeds(cfg.train.seed):
                 model = build_model(cfg, mesh)
             step = train.Step(model, llm.loss, cfg.step, mesh, pipeline=llm.build_pipeline(model, mesh, **cfg.stages.model_dump()))
-            result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run)
+            metric = llm.score if validation is not None else None
+            result = train.fit(step, training, cfg.train, validation=validation, evaluate=metric, run=run)
             if result.reason != "signal":
                 save_tokenizer(run, cfg, model)
             run.finish(step, result, llm.entropies, pictures, partial(save_texts, run, cfg, step))
@@ -43,4 +45,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    config.run(Run, main, generate="apps.llm.generate", score="apps.llm.score")
+    config.run(Run, main, generate="apps.llm.generate", chat="apps.llm.chat", score="apps.llm.score")

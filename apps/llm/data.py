@@ -1,7 +1,7 @@
 """Rows of tokens as samples, from one folder or a blend of several.   T targets of a row"""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ class TextMetadata(BaseModel):
     type: Literal["uint16", "uint32"]
     answers: bool
     before: list[int]
+    splits: dict[str, Any] = {"validation": None}
 
     @property
     def fields(self) -> Fields:
@@ -46,7 +47,7 @@ class TextMetadata(BaseModel):
 
 @contextmanager
 def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield loaders for training (None on ranks that only evaluate), validation and pictures."""
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures: None for data without validation."""
     data, folders = cfg.data, [cfg.data.directory, *map(Path, cfg.data.blend)]
     metadata = [broadcast_from_first(partial(read_metadata, folder), mesh.peers) for folder in folders]
     _check_folders(cfg, folders, metadata)
@@ -57,22 +58,25 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
             "copy that one there, or convert the rows again"
         )
     parts = [Texts(open_rows(cfg, "train", mesh, f, m), m, data.documents, data.learn) for f, m in zip(folders, metadata)]
-    validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0])
+    has_validation = "validation" in metadata[0].splits
+    validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0]) if has_validation else None
     train = ConcatSamples(parts) if len(parts) > 1 else parts[0]
     kwargs = training_kwargs(parts[0].rows, cfg)
     if data.blend:
         counts, weights = [len(part) for part in parts], [1.0, *data.blend.values()]
         kwargs["sampler"] = Blend(counts, weights, data.epoch or round(counts[0] * sum(weights)), cfg.train.seed)
 
-    def first(count: int | None) -> Texts:
-        return Texts(validation, metadata[0], data.documents, data.judge, count)
+    def held_out(name: str, count: int | None) -> Any:
+        if validation is None or count == 0:
+            return nullcontext()
+        rows = Texts(validation, metadata[0], data.documents, data.judge, count)
+        return make_loader(rows, data.evaluation_batch, data, mesh, name=name, **HELD_OUT)
 
     with open_loaders(
         mesh,
         lambda: make_loader(train, data.batch, data, mesh, **kwargs),
-        lambda: make_loader(first(data.validation_rows), data.evaluation_batch, data, mesh, name="validation", **HELD_OUT),
-        (lambda: make_loader(first(data.pictures), data.evaluation_batch, data, mesh, name="pictures", **HELD_OUT))
-        if data.pictures else None,
+        lambda: held_out("validation", data.validation_rows),
+        lambda: held_out("pictures", data.pictures),
     ) as loaders:
         yield loaders
 

@@ -15,15 +15,13 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import model_validator
 
-from apps.llm.prompting import PromptingConfig, load_model, read_json_lines
-from hpcai import config
+from apps.llm.prompting import TextConfig, load_model, read_json_lines, run_command
 from hpcai.errors import DataError
-from hpcai.models.llm import SamplingConfig
 
 EXPECTED = 'a line such as {"text": "Once upon"} or {"messages": [{"role": "user", "content": "Hello"}]}'
 
 
-class GenerateConfig(PromptingConfig, SamplingConfig):
+class GenerateConfig(TextConfig):
     """Prompts and sampling of text generation."""
 
     prompt: str | None = None
@@ -32,12 +30,6 @@ class GenerateConfig(PromptingConfig, SamplingConfig):
     """file with a prompt on each line; of .jsonl an object with a text, or with the messages of a chat"""
     out: Path | None = None
     """file of JSON lines for the results of `file`; null: standard output"""
-    stop: tuple[str, ...] = ()
-    """stop strings: the first one generated ends the text, and is left out"""
-    seed: int = 0
-    """of sampling; each line of a file has a seed of its own"""
-    capture: bool = True
-    """capture a decode step as a CUDA graph"""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -45,14 +37,10 @@ class GenerateConfig(PromptingConfig, SamplingConfig):
             raise ValueError("prompt and file are both given; give one of them")
         if self.out is not None and self.file is None:
             raise ValueError("out is given, but file is not: one text goes to standard output; give file, or leave out")
-        if not all(self.stop):
-            raise ValueError("stop has an empty string, which would end every text at once; leave it out")
+        if self.prompt == "":
+            raise ValueError("prompt is empty, as of a shell variable that is not set; give a text, or for one from its very begin "
+                             "an empty standard input in place of prompt (< /dev/null)")  # fmt: skip
         return self
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The keyword arguments of generation."""
-        return {"stop": self.stop, "capture": self.capture, **{name: getattr(self, name) for name in SamplingConfig.model_fields}}
 
 
 class Prompt(NamedTuple):
@@ -62,9 +50,7 @@ class Prompt(NamedTuple):
 
 def run(args: Sequence[str]) -> None:
     """Run the command with its command-line arguments."""
-    # A prompt may look like YAML; in JSON's quotes it is text.
-    sys.argv[1:] = [f"prompt={json.dumps(word[7:])}" if word.startswith("prompt=") else word for word in args]
-    config.run(GenerateConfig, main, advice="with a file of prompts, the same command continues those that are left")
+    run_command(GenerateConfig, main, args, "prompt", "with a file of prompts, the same command continues those that are left")
 
 
 def main(cfg: GenerateConfig) -> None:

@@ -1,13 +1,19 @@
 """Trained models for generation and scoring on a mesh, and the JSON lines of their inputs."""
 
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
+
+from pydantic import model_validator
 
 from apps.llm.settings import AxesConfig
+from hpcai import config
 from hpcai.config import PositiveInt, Settings
 from hpcai.errors import DataError
 from hpcai.json_file import parse_object
+from hpcai.models.llm import SamplingConfig
 
 
 class PromptingConfig(Settings):
@@ -24,6 +30,36 @@ class PromptingConfig(Settings):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """of weights and computation; auto: bf16 on a GPU with fast bf16"""
     mesh: AxesConfig = AxesConfig()
+
+
+class TextConfig(PromptingConfig, SamplingConfig):
+    """A trained model and the sampling of its texts."""
+
+    stop: tuple[str, ...] = ()
+    """stop strings: the first one generated ends the text, and is left out"""
+    seed: int = 0
+    """of sampling; each line of a file and each answer of a chat has a seed of its own"""
+    capture: bool = True
+    """capture a decode step as a CUDA graph"""
+
+    @model_validator(mode="after")
+    def _stops(self) -> Self:
+        if not all(self.stop):
+            raise ValueError("stop has an empty string, which would end every text at once; leave it out")
+        return self
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The keyword arguments of generation."""
+        return {"stop": self.stop, "capture": self.capture, **{name: getattr(self, name) for name in SamplingConfig.model_fields}}
+
+
+def run_command(schema: type[Any], main: Callable[[Any], None], args: Sequence[str], text: str = "", advice: str = "") -> None:
+    """Run a command with its command-line arguments. The setting ``text`` is literal: it may look like YAML, and in JSON's quotes
+    it is text."""
+    start = f"{text}="
+    sys.argv[1:] = [f"{start}{json.dumps(word[len(start) :])}" if word.startswith(start) else word for word in args]
+    config.run(schema, main, advice=advice)
 
 
 def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:

@@ -6,15 +6,13 @@ same for log likelihoods divided by the length of the choice in bytes (accuracy_
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
-from apps.llm.prompting import PromptingConfig, load_model, read_json_lines
-from hpcai import config
+from apps.llm.prompting import PromptingConfig, load_model, read_json_lines, run_command
 from hpcai.config import PositiveInt
 from hpcai.errors import ConfigError, DataError
 from hpcai.programs import command_of
@@ -45,8 +43,7 @@ class ScoreConfig(PromptingConfig):
 
 def run(args: Sequence[str]) -> None:
     """Run the command with its command-line arguments."""
-    sys.argv[1:] = list(args)
-    config.run(ScoreConfig, main)
+    run_command(ScoreConfig, main, args)
 
 
 def main(cfg: ScoreConfig) -> None:

@@ -21,6 +21,7 @@ class _Heartbeat:
     """Counts of finished steps and batches of evaluations. It is global, since a process has one run at a time."""
 
     beats = 0
+    attended = False  # a person is at the terminal: no wait is reported, and the main thread handles signals
     pauses = 0  # above 0 while this rank waits for ranks with watchdogs of their own
 
 
@@ -98,7 +99,7 @@ def _monitor() -> None:
     while True:
         number = stop.receive_signal(0.1 if wait and wait.signal else min(0.5, FIRST_REPORT / 4))
         wait, now = next(iter(_waits[-1:]), None), time.monotonic()
-        if wait is None:
+        if wait is None or HEARTBEAT.attended:
             continue
         if wait.signal and (stop.is_starting() or (wait.lost if wait.is_work else wait.reports)):
             place, code = wait.place(), 130 if wait.signal == signal.SIGINT else stop.REQUEUE

@@ -172,6 +172,15 @@ def test_only_answers_are_trained_on_and_scored(tmp_path: Path) -> None:
     assert metric_by_step(run, "evaluate")[len(samples[0])] == pytest.approx(nats / sum(map(len, answers[1])), rel=1e-5)
 
 
+def test_rows_without_validation_are_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "my.txt").write_text("a text of one's own\n" * 40)
+    args = ["--tokenizer", "bytes", "--sequence", "32", "--held-out", "0", "--workers", "1"]
+    assert text.main(["convert", str(tmp_path / "my.txt"), str(tmp_path / "data"), *args]) == 0
+    assert APP.run(tmp_path / "data", tmp_path / "run", "train.epochs=1") == 0
+    assert len(metric_by_step(tmp_path / "run")) == 3 and not metric_by_step(tmp_path / "run", "evaluate")
+    assert str(LLM.load(tmp_path / "run").generate("a te", most=3))
+
+
 def test_three_commands_go_from_a_folder_of_text_to_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

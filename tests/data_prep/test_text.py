@@ -30,6 +30,7 @@ from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
 from tests.data_prep.prep_contract import check_error, check_fails, content, read_json, set_to, write_files
 from tests.reference_data import DATA, load_json
+from tests.unit.models.llm.test_tokenizer import metaspace
 
 GOLDEN = str(DATA / "llm" / "tokenizer")
 T = 32
@@ -146,7 +147,7 @@ def test_shards_processes_and_ranks_change_nothing(
     monkeypatch.setattr(documents, "BLOCK", 7)
     monkeypatch.setattr(documents, "_ZSTD_BLOCK", 5)
     assert convert(source, tmp_path / "two", *args, workers=2) == 0
-    assert len(list((tmp_path / "two" / ".work").glob("*.tokens"))) > 20
+    assert len(list((tmp_path / "two" / ".work").rglob("*.tokens"))) > 20
     assert content(tmp_path / "two") == content(dataset)
     with fork_processes(lambda: convert_as_rank(monkeypatch, 1, source, tmp_path / "ranks", *args), tmp_path / "rank 1"):
         assert convert_as_rank(monkeypatch, 0, source, tmp_path / "ranks", *args) == 0
@@ -163,9 +164,9 @@ def test_a_killed_run_resumes(dataset: Path, source: Path, tmp_path: Path, monke
     use_small_shards(monkeypatch)
     out, args, work = tmp_path / "out", ["--tokenizer", "bytes", *SMALL], tmp_path / "out" / ".work"
     with fork_processes(lambda: convert(source, out, *args), tmp_path / "stdout") as forks:
-        while len(list(work.glob("share_*.json"))) < 3 and forks.processes[0].is_alive():
+        while len(list(work.rglob("share_*.json"))) < 3 and forks.processes[0].is_alive():
             time.sleep(0.001)
-    finished = list(work.glob("share_*.json"))
+    finished = list(work.rglob("share_*.json"))
     times = {path: path.stat().st_mtime_ns for path in finished}
     assert len(times) >= 3 and not (out / "train" / "index.json").is_file()
     assert convert(source, out, *args) == 0 and content(out) == content(dataset)
@@ -219,6 +220,53 @@ def test_text_json_has_sources_and_tokenizer(dataset: Path, source: Path) -> Non
     files = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file() and path.name != ".hidden")
     sums = "".join(f"{store.digest(source / name)}  {name}\n" for name in files)
     assert meta["sources"][0]["files"] == len(files) and meta["sources"][0]["sha256"] == hashlib.sha256(sums.encode()).hexdigest()
+
+
+PARAGRAPHS = "".join(f"Paragraph {n} of a story.\nIt has two lines – and a – dash.\n\n" for n in range(40))
+
+
+@pytest.mark.parametrize(("name", "content", "begin"), [
+    ("my.txt", PARAGRAPHS, "Paragraph "), ("windows.txt", PARAGRAPHS.replace("\n\n", "\r\n"), "Paragraph |It has "),
+    ("line.txt.gz", PARAGRAPHS.replace("\n", " "), " "), ("one.txt", "–½" * 600, "[–½]"), ("p.fa", ">a\nMKVLAT\n" * 90, "MKVLAT"),
+])  # fmt: skip
+def test_the_end_of_a_lone_file_is_held_out(tmp_path: Path, name: str, content: str, begin: str) -> None:
+    data = content.encode()
+    write_files(tmp_path, {name: gzip.compress(data) if name.endswith("gz") else data})
+    assert convert(tmp_path / name, tmp_path / "out", "--tokenizer", "bytes", "--sequence", 8, "--each", 999) == 0
+    train, held = (documents_of(tmp_path / "out", split) for split in ("train", "validation"))
+    text = "".join(re.findall("[A-Z]+", content[2:])) if name == "p.fa" else content
+    lost = max(len(text.encode()) - len("".join(train + held).encode()), 0)
+    assert text.startswith(train[0]) and "".join(held)[:90] in text and re.match(begin, held[0]) and lost < 3 * 8
+    assert 0.02 < len("".join(held).encode()) / len(text.encode()) < 0.14
+
+
+def test_few_lines_are_held_out_by_the_next_hashes_and_by_group(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"group {n // 3}: text {n % 3}, and some more", "of": n // 3}) for n in range(12)]
+    write_files(tmp_path, {"few.jsonl": "\n".join(lines).encode()})
+    assert convert(tmp_path / "few.jsonl", tmp_path / "out", "--tokenizer", "bytes", "--sequence", T, "--group", "of") == 0
+    assert read_json(tmp_path / "out" / "text.json")["splits"]["validation"]["documents"] == 3
+    assert len({document[:7] for document in documents_of(tmp_path / "out", "validation")[:-1]}) == 1
+
+
+def test_a_failed_conversion_leaves_the_next_one_free(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a.jsonl": b"".join(json.dumps({"body": f"some text {n}" * 9}).encode() + b"\n" for n in range(60))})
+    args = [tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", "train:290", "--sequence"]
+    assert [convert(*args, 16), convert(*args, 5000, "--field", "body"), convert(*args, 16, "--field", "body")] == [2, 2, 0]
+    assert read_json(tmp_path / "out" / "skipped.json")["unusable"] == {} and text.main(["check", str(tmp_path / "out")]) == 0
+    assert convert(*args, 17, "--field", "body") == 2, "rows of other settings are there"
+
+
+def test_bytes_of_rows_exclude_the_space_that_a_tokenizer_adds(tmp_path: Path) -> None:
+    metaspace().save(tmp_path / "t")
+    lines = [json.dumps({"text": f"plain words {n}, and more", "id": "why"}) for n in range(30)]
+    write_files(tmp_path, {"a.jsonl": "\n".join(lines).encode()})
+    for name, options in {"text": [], "answers": ["--prompt", "id", "--answer", "text"]}.items():
+        args = ["--tokenizer", tmp_path / "t", "--sequence", 8, "--held-out", 0, "--each", 3, *options]
+        assert convert(tmp_path / "a.jsonl", tmp_path / name, *args) == 0 and text.main(["check", str(tmp_path / name)]) == 0
+        rows, texts = rows_of(tmp_path / name, "train"), documents_of(tmp_path / name, "train")
+        first = metaspace().byte_lengths[rows[0]["tokens"][0]] - 1                     # it is no target
+        expected = sum(max(len(each) - 4, 0) for each in texts) if options else len("".join(texts)) - first
+        assert sum(row["bytes"] for row in rows) - expected in (0, 1)                  # of the last text, which is cut
 
 
 def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,16 +435,22 @@ def check_answers(out: Path, tokenizer: Tokenizer, expected: Sequence[tuple[list
         assert row["bytes"] == sum(int(tokenizer.byte_lengths[token]) for token, inside in zip(row["tokens"], part) if inside)
 
 
-def test_messages_of_the_assistant_are_answers(tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": "Q" * n}, {"role": "assistant", "content": f"yes {n}<|end|>"}] for n in range(20)]
+@pytest.mark.parametrize(("name", "marker"), [(GOLDEN, 1), ("train:300", 1), ("bytes", 13)])
+def test_messages_of_the_assistant_are_answers(tmp_path: Path, name: str, marker: int) -> None:
+    """By the template of the tokenizer, or that of this project with role tokens, of a tokenizer that is trained, or text."""
+    chats = [[{"role": "user", "content": "Q" * n}, {"role": "assistant", "content": f"yes {n}<|user|>"}] for n in range(20)]
     chats += [[*chats[3], {"role": "user", "content": "and"}, {"role": "assistant", "content": "no"}]]
     write_files(tmp_path / "in", {"c.jsonl": b"".join(json.dumps({"messages": chat}).encode() + b"\n" for chat in chats)})
-    options = ["--sequence", T, "--held-out", 0, "--tokenizer", GOLDEN, "--chat", "--each", 3]
+    options = ["--sequence", T, "--held-out", 0, "--tokenizer", name, "--chat", "--each", 3]
     assert convert(tmp_path / "in", tmp_path / "out", *options) == 0
-    tokenizer = Tokenizer.load(GOLDEN)
-    expected = [(ids + tokenizer.end_tokens, mask + [0]) for ids, mask in map(tokenizer.chat, chats)]
+    tokenizer = Tokenizer.load(tmp_path / "out")
+    expected = [(ids, mask) if ids[-1] == tokenizer.eos else (ids + tokenizer.end_tokens, mask + [0])
+                for ids, mask in map(tokenizer.chat, chats)]  # fmt: skip
     check_answers(tmp_path / "out", tokenizer, expected)
     assert text.main(["check", str(tmp_path / "out")]) == 0
+    assert len(tokenizer.encode("<|assistant|>", special=True)) == marker
+    learned = tokenizer.decode([token for token, inside in zip(*expected[7]) if inside])
+    assert learned == f"yes 7<|user|>{'<|end|>' if name == GOLDEN else '<|endoftext|>'}"
 
 
 def test_an_answer_is_learned_with_its_end_and_a_question_is_not(tmp_path: Path) -> None:
@@ -490,7 +544,6 @@ REFUSED: dict[str, Any] = {
     "zst cut off": ({"a.jsonl.zst": zstandard.compress(bytes(range(99)) * 99)[:-3]}, [], "a.jsonl.zst: truncated within a frame"),
     "parquet cut off": ({"a.parquet": halve(encode_table())}, [], "a.parquet: not a complete Parquet file"),
     "column": ({"a.parquet": encode_table()}, [], "a.parquet: no column 'text'; it has body: name one with --field"),
-    "none held out": ({"a.txt": b"few " * 99}, ["--held-out", 0.001], "not one row of 33; raise --held-out, name other files by"),
     "no messages": ({"a.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}'}, ["--chat", "--tokenizer", GOLDEN],
                     "a.jsonl: line 1: nothing that is an answer"),
     "refused by the template": ({"a.jsonl": b'{"messages": [{"role": "tool", "content": ""}]}'}, ["--chat", "--tokenizer", GOLDEN],

@@ -84,8 +84,9 @@ def _generate_pieces(
     model: LLM, prompts: Sequence[Sequence[int]], stop: str | Sequence[str] = (), seed: int | Sequence[int] = 0,
     fresh: bool = False, pipeline: Any = None, capture: bool = True, **sampling: Any,
 ) -> Iterator[list[str]]:  # fmt: skip
-    """Generate pieces of each text, which may be empty. ``fresh``: the texts do not continue a word of their prompts."""
+    """Generate pieces of each text, which may be empty. ``fresh``: the texts are messages, and continue no word of a prompt."""
     tokenizer, ends, stops = model.tokenizer, stop_tokens(model), [stop] if isinstance(stop, str) else [*stop]
+    ends |= tokenizer.turn_ends if fresh else set()
     if not all(stops):
         raise ConfigError("stop: an empty string, which would end every text at once; leave it out")
     kwargs = {"vocab_size": tokenizer.size, "pipeline": pipeline, "capture": capture}

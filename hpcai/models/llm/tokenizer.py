@@ -10,6 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ SPLIT_PATTERN = (
 )
 _MAX_UNUSED = 1 << 16  # unused ids allowed, besides as many as are used
 _UNKNOWN = "�"
+_SENTENCEPIECE = "; SentencePiece's .model is another format: save it as tokenizer.json first"
 _BYTE_TOKENIZER = json.loads(Path(__file__).with_name("byte_tokenizer.json").read_text(encoding="utf-8"))
 """tokenizer.json of 256 bytes and an end-of-text token, valid for other readers of such files"""
 _BYTE: dict[str, int] = _BYTE_TOKENIZER["model"]["vocab"]
@@ -80,6 +82,9 @@ class Tokenizer:
                 text = f"the added token {token['content']!r} has id {number:,}, the vocabulary makes it {actual}"
                 raise DataError(f"{self.where}: {text}; fetch the files again")
         self._ids: dict[str, int] = {**vocabulary, **{token["content"]: number for number, token in self._added.items()}}
+        names = {number: name for name, number in self._ids.items()}
+        if twice := [f"{name!r} and {names[number]!r}" for name, number in self._ids.items() if names[number] != name]:
+            raise DataError(f"{self.where}: {twice[0]} have one id, expected one of each token; fetch it again")
         self.size = max(self._ids.values()) + 1
         self.special = {number for number, token in self._added.items() if token.get("special")}
         self.bos, self.eos, self.pad = (self._special_id(f"{name}_token") for name in ("bos", "eos", "pad"))
@@ -242,18 +247,14 @@ class Tokenizer:
 
     def chat(self, messages: Sequence[Mapping[str, Any]], generation: bool = False) -> tuple[list[int], list[int]]:
         """Return the ids of messages ({"role": ..., "content": ...} each) by the chat template, and a mask that is 1 for tokens of
-        the assistant, from ``generation`` blocks of the template. ``generation``: end with the prompt for its next message. Special
-        tokens in a message are plain text. Raises DataError if there is no template, and with its message if it rejects the
-        conversation."""
-        template = self.config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = {item.get("name"): item.get("template") for item in template}.get("default")
-        if not isinstance(template, str):
+        the assistant. ``generation``: end with the prompt for its next message, with a mask of zeros. Special tokens in a message
+        are plain text. Raises DataError if there is no template, and with its message if it rejects the conversation."""
+        if (template := self.chat_template) is None:
             raise DataError(f"{self.where}: has no chat template; give {CONFIG} beside it a \"chat_template\"")
         names = {key: _token_text(value) for key, value in self.config.items() if key.endswith("_token")}
         variables = {key: value for key, value in names.items() if value is not None}
         special = [self._added[index]["content"] for index in self.special]
-        rendered = render(template, self.where, messages, special, add_generation_prompt=generation, tools=None, **variables)
+        rendered = render(template, self.where, messages, special, generation, tools=None, **variables)
         ids, mask, spans = list[int](), list[int](), sorted(rendered.answers)
         for begin, tokens, offsets in self._segments(rendered.text, rendered.literal):
             segment_mask = [0] * len(tokens)
@@ -266,9 +267,19 @@ class Tokenizer:
         return ids, mask
 
     @property
-    def has_generation_blocks(self) -> bool:
-        """Whether the chat template marks the messages of the assistant."""
-        return bool(re.search(r"\{%[-+]?\s*generation\b", json.dumps(self.config.get("chat_template", ""), ensure_ascii=False)))
+    def chat_template(self) -> str | None:
+        template = self.config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {item.get("name"): item.get("template") for item in template}.get("default")
+        return template if isinstance(template, str) else None
+
+    @cached_property
+    def turn_ends(self) -> set[int]:
+        """The special token with which the chat template ends a message of the assistant, if there is one."""
+        with suppress(DataError):  # of a template that expects other messages
+            ids, mask = self.chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            return {*[token for token, inside in zip(ids, mask) if inside][-1:]} & self.special
+        return set()
 
     def _segments(self, text: str, literal: set[int]) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
         """Yield start, ids and offsets of segments of a text. Special tokens are parsed, except those at offsets ``literal``."""
@@ -364,12 +375,13 @@ def _read(path: Path) -> str:
         expected = f"expected {CONTENT}, its folder, or the word {BYTES}"
         raise DataError(f"{path}: cannot be read ({problem.strerror}); {expected}") from problem
     except UnicodeDecodeError as problem:
-        hint = "; SentencePiece's .model is another format: save it as tokenizer.json first" if path.suffix == ".model" else ""
+        hint = _SENTENCEPIECE if path.suffix == ".model" else ""
         raise DataError(f"{path}: not text ({problem.reason} at byte {problem.start}), expected JSON{hint}") from problem
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
-    return parse_object(text, where, "an object as Hugging Face writes it; fetch it again", DataError)
+    hint = _SENTENCEPIECE if where.endswith(".model") else "; fetch it again"
+    return parse_object(text, where, f"an object as Hugging Face writes it{hint}", DataError)
 
 
 def _with_added_tokens(text: str, config: Mapping[str, Any], added: Mapping[str, int], path: Path) -> str:

@@ -1,10 +1,14 @@
-"""``python -m apps.llm generate`` and ``score``: prompts of all sources, resumption, questions, rows, sharded execution."""
+"""``python -m apps.llm generate``, ``chat`` and ``score``: prompts of all sources, resumption, chats, questions, rows, sharding."""
 
 import io
 import json
 import math
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from apps.llm import generate, score
+from apps.llm import chat, generate, score
+from apps.llm.chat import ChatConfig
 from apps.llm.generate import GenerateConfig, continue_file
 from apps.llm.score import ScoreConfig
 from apps.llm.settings import AxesConfig
@@ -112,10 +117,10 @@ def test_an_invalid_prompt_is_refused_with_its_line_number(row: str, reason: str
 
 def test_contradictory_settings_are_refused_before_torch_is_imported(command: Any) -> None:
     for args, message in ((["prompt=a", "file=b"], "prompt and file are both given"), (["out=a"], "out is given, but file is not"),
-                          (['stop=[""]'], "stop has an empty string")):  # fmt: skip
+                          (['stop=[""]'], "stop has an empty string"), (["prompt="], "prompt is empty")):  # fmt: skip
         assert message in command(generate.run, *args, code=2)[1]
     assert "neither data nor tasks" in command(score.run, code=2)[1]
-    code = "import sys, apps.llm.generate, apps.llm.score; sys.exit('torch' in sys.modules)"
+    code = "import sys, apps.llm.chat, apps.llm.generate, apps.llm.score; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -140,6 +145,72 @@ def test_sharded_generation_equals_unsharded(axes: dict[str, int], home: Path, t
     completion = json.loads((tmp_path / "unsharded1").read_text().splitlines()[0])["completion"]
     assert completion == str(model.eval().generate(PROMPTS[0]["text"], most=10, temperature=1.3, seed=1))  # type: ignore[arg-type]
     assert (tmp_path / "unsharded0").read_text() != (tmp_path / "unsharded1").read_text()
+
+
+# ---- chat
+
+
+@pytest.fixture(scope="module")
+def talker(home: Path) -> Path:
+    """A folder with the model and a chat template."""
+    folder = shutil.copytree(home, home.with_name("talker"))
+    tokenizer = Tokenizer.byte_level()
+    tokenizer.config["chat_template"] = (
+        "{% for m in messages %}{{ raise_exception('begins with an answer') if m.role == 'assistant' and loop.index0 == 1 }}"
+        "{{ m.role[0] + m.content + '\n' }}{% endfor %}"
+    )
+    tokenizer.save(folder)
+    return folder
+
+
+def say(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def talk(mesh: Mesh, cfg: ChatConfig, lines: str) -> str:
+    with redirect_stdout(io.StringIO()) as stdout, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(lines))
+        chat.chat(cfg, mesh)
+    return stdout.getvalue()
+
+
+def test_lines_are_answered_in_one_conversation_until_reset(talker: Path, command: Any) -> None:
+    """Answers are those of ``LLM.chat`` with the messages so far; sharded, too; the oldest are left out of a full context."""
+    model, lines, answers = LLM.load(talker), ["one", "", "[2: x]", "third one", "/reset", "four", "x" * 70, "five"], []
+    history: list[dict[str, str]] = []
+    for line in lines:
+        history = [] if line == "/reset" else history
+        if line not in ("", "/reset", "x" * 70):
+            history = history[2 * (line == "third one") :] + [say("user", line)]
+            kwargs: dict[str, Any] = {"temperature": 1.3, "top_k": 40, "most": 12, "seed": len(history) + 1}
+            answers.append(str(model.chat([say("system", "a: b"), *history], **kwargs)))
+            history.append(say("assistant", answers[-1]))
+    args = command_args(weights=talker, system="a: b")
+    stdout, stderr = command(chat.run, *args, stdin="\n".join(lines))
+    assert stdout == "".join(f"{answer}\n" for answer in answers) and stderr.count("context of 64 tokens is full") == 2
+    cfg = ChatConfig(**OVERRIDES, weights=talker, system="a: b", mesh=AxesConfig(tensor=2))
+    assert on_ranks({"tensor": 2}, talk, cfg, "\n".join(lines)) == [stdout, ""]
+
+
+def test_an_interrupt_ends_an_answer_and_a_second_one_the_chat(
+    talker: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def reply(model: Any, messages: list[Any], **kwargs: Any) -> Iterator[str]:
+        seen.append([*messages])
+        for piece in "abc":
+            for _ in range(len(seen)):
+                signal.raise_signal(signal.SIGINT)
+            yield piece
+
+    monkeypatch.setattr("hpcai.models.llm.text.chat_reply", reply)
+    stdout, _ = command(chat.run, *command_args(weights=talker, system="s"), stdin="one\ntwo\nthree\n", code=130)
+    assert stdout == "a\n" and seen[1][1:] == [say("user", "one"), say("assistant", "a"), say("user", "two")]
+
+
+def test_a_chat_needs_a_template(home: Path, command: Any) -> None:
+    assert "has no chat template: the model knows no messages; continue" in command(chat.run, f"weights={home}", code=1)[1]
 
 
 # ---- score

@@ -33,7 +33,8 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(args: list[str]) -> N
 
 PROGRAMS = [
     *(f"hpcai.cli {name}" for name in (*cli.COMMANDS, "data check", "data stage")),
-    *(f"apps.{name}" for name in list_apps()), "apps.llm generate", "apps.llm score", "apps.diffusion score", "apps.openfold fold",
+    *(f"apps.{name}" for name in list_apps()), "apps.llm chat", "apps.llm generate", "apps.llm score", "apps.diffusion score",
+    "apps.openfold fold",
     *(f"data_prep.{path.stem}" for path in sorted((ROOT / "data_prep").glob("*.py")) if "__main__" in path.read_text()),
 ]  # fmt: skip
 HELP = """

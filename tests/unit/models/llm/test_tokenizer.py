@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import tokenizers
 
 from hpcai.errors import ConfigError, DataError, MissingExtraError
-from hpcai.models.llm import Tokenizer
+from hpcai.models.llm import Tokenizer, chats
 from tests.reference_data import DATA, load_json
 
 GOLDEN = DATA / "llm" / "tokenizer"
@@ -166,7 +167,7 @@ def test_templates_are_read_from_a_list_or_a_separate_file(tmp_path: Path) -> No
     assert tokenizer.decode(tokenizer.chat([])[0]) == "yes"
     (tmp_path / "t" / "chat_template.jinja").write_text("a file{% generation %}!{% endgeneration %}")
     tokenizer = Tokenizer.load(tmp_path / "t")
-    assert tokenizer.decode(tokenizer.chat([])[0]) == "a file!" and tokenizer.has_generation_blocks
+    assert tokenizer.decode(tokenizer.chat([])[0]) == "a file!"
     tokenizer.save(tmp_path / "saved")
     assert Tokenizer.load(tmp_path / "saved").chat([]) == tokenizer.chat([])
     with pytest.raises(DataError, match="bytes: has no chat template"):
@@ -189,6 +190,23 @@ def test_contents_in_parts_null_and_sharegpt_are_rendered_as_text(tmp_path: Path
     assert rendered == "user: ab. assistant:  calls. user: c. assistant: d. "
 
 
+TEMPLATES = load_json("llm/chat_templates")
+
+
+@pytest.mark.parametrize(("name", "messages", "expected"), TEMPLATES["cases"])
+def test_answers_are_found_without_generation_blocks(name: str, messages: Any, expected: str) -> None:
+    tokenizer = Tokenizer.train(["a few plain words"] * 9, 300, ["<H>", "<E>", "<X>"])
+    tokenizer.config |= {"chat_template": (TEMPLATES["templates"] | {"ours": chats.TEMPLATE})[name], "bos_token": "<|endoftext|>"}
+    if expected.startswith("error: "):
+        with pytest.raises(DataError, match=expected.removeprefix("error: ")):
+            tokenizer.chat(messages)
+        return
+    runs = [(inside, [token for token, _ in run]) for inside, run in groupby(zip(*tokenizer.chat(messages)), lambda pair: pair[1])]
+    assert "".join(f"[{tokenizer.decode(run)}]" if inside else tokenizer.decode(run) for inside, run in runs) == expected
+    assert {run[-1] for inside, run in runs if inside} == tokenizer.turn_ends
+    assert tokenizer.turn_ends == {tokenizer.token_id("<|endoftext|>" if name == "ours" else "<X>")}
+
+
 # ---- invalid files and ids
 
 
@@ -204,12 +222,20 @@ def test_contents_in_parts_null_and_sharegpt_are_rendered_as_text(tmp_path: Path
         (lambda content, config: config.update(added_tokens_decoder={"x": []}), "expected added tokens in tokenizer_config.json"),
         (lambda content, config: content["model"]["vocab"].update(zzz=1 << 32),
          "tokenizer.json: ids from 0 to 4,294,967,296 .* below 2\\^32"),
+        (lambda content, config: content["model"]["vocab"].update(zzz=300), "tokenizer.json: .* and 'zzz' have one id"),
         (lambda content, config: content.pop("model"), "tokenizer.json: not a tokenizer .KeyError: 'model'"),
     ],
 )  # fmt: skip
 def test_inconsistent_files_raise(tmp_path: Path, change: Any, error: str) -> None:
     with pytest.raises(DataError, match=error):
         Tokenizer.load(changed_copy(tmp_path / "t", change))
+
+
+def test_a_file_of_sentencepiece_has_a_hint_whether_it_is_text_or_not(tmp_path: Path) -> None:
+    for content in (b"\n\x0eplain", b"\xff"):
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        with pytest.raises(DataError, match=r"SentencePiece's .model is another format: save it as tokenizer.json"):
+            Tokenizer.load(tmp_path / "tokenizer.model")
 
 
 def test_unknown_ids_characters_and_a_missing_end_are_errors(tmp_path: Path) -> None:
