@@ -105,7 +105,11 @@ def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path],
 
 
 def resolve_run(path: Path) -> Path:
-    """Return the weights file of a run, a folder without config.json whose file contains the settings; otherwise ``path``."""
+    """Return the weights file of a run, which has the settings, or else ``path``. Raises ConfigError for a folder of adapters."""
+    for adapter in (path / "adapter", path):
+        if (adapter / "adapter_config.json").is_file() and not (path / _CONFIG).exists() and not (path / _FILE).exists():
+            base = read_object(adapter / "adapter_config.json", "settings of an adapter").get("base_model_name_or_path") or "BASE"
+            raise ConfigError(f"{path}: holds adapters of a model: give weights={base} adapter={adapter}, or merge them first")
     return path / _FILE if path.is_dir() and not (path / _CONFIG).exists() and (path / _FILE).exists() else path
 
 
