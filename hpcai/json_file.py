@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -76,5 +77,5 @@ def check_fields(
         raise ConfigError(f"{where}: {(keys or {}).get(name, name)}{colon}{reason}") from problem
     except KeyError as problem:
         raise error(f"{where}: has no {problem}; expected {expected}") from problem
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as problem:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, re.error) as problem:
         raise error(f"{where}: {problem}; expected {expected}") from problem

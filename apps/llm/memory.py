@@ -165,12 +165,14 @@ def _embedding_parameters(cfg: Config) -> int:
 
 
 def _adapter_parameters(cfg: Config) -> int:
-    """Return the number of parameters of all adapters."""
-    m = cfg.model
+    """Return the number of parameters of adapters, at most, and of the ends of the model that are trained beside them."""
+    m, lora = cfg.model, cfg.lora
     heads, keys = m.heads * m.head_dim, m.kv_heads * m.head_dim
     ends = {"q_proj": m.width + heads, "k_proj": m.width + keys, "v_proj": m.width + keys, "o_proj": heads + m.width}
     ends |= dict.fromkeys(("up_proj", "gate_proj", "down_proj"), m.width + m.inner)
-    return 0 if cfg.lora is None else m.layers * cfg.lora.rank * sum(ends.get(name, 0) for name in cfg.lora.targets)
+    vocab = m.vocabulary * m.width * sum(lora.saves(f"{name}.weight") for name in ("model.embed_tokens", "lm_head")) if lora else 0
+    rank, names = (max(lora.rank, *lora.rank_pattern.values(), 0), lora.targets) if lora else (0, ())
+    return vocab + m.layers * rank * sum(ends.get(name, 0) for name in {name.rpartition(".")[2] for name in names})
 
 
 def _element_bytes(cfg: Config) -> tuple[int, int]:
@@ -218,7 +220,7 @@ def _micro_batches_in_flight(cfg: Config, sizes: MeshSizes, rank: int) -> float:
 def _saved_activations(cfg: Config, sizes: MeshSizes, tokens: int, recompute: str) -> float:
     """Return the bytes of a layer's activations that are saved for the backward pass."""
     m, n, (hidden, product), local_tokens = cfg.model, sizes.tensor, _element_bytes(cfg), tokens // sizes.tensor
-    trained, adapted = cfg.lora is None, set(cfg.lora.targets if cfg.lora else ())
+    trained, adapted = cfg.lora is None, {name.rpartition(".")[2] for name in (cfg.lora.targets if cfg.lora else ())}
     if recompute == "layers":
         return hidden * m.width * local_tokens
     saved = 2.0 * hidden * m.width * local_tokens

@@ -194,6 +194,14 @@ def test_flops_per_token_are_the_known_counts() -> None:
     assert memory.flops_per_token(adapted, 8192, False) < 0.76 * memory.flops_per_token(cfg, 8192, False)
 
 
+def test_adapters_of_single_layers_and_whole_modules_are_counted() -> None:
+    cfg = config.load(Config, None, ["data.directory=nowhere"])
+    named, saved = LoRAConfig(targets=("layers.0.self_attn.q_proj",)), LoRAConfig(targets=("q_proj",), modules_to_save=("lm_head",))
+    higher = LoRAConfig(rank=2, targets=("q_proj",), rank_pattern={"layers.1.self_attn.q_proj": 16})
+    counts = [memory._adapter_parameters(cfg.model_copy(update={"lora": lora})) for lora in (named, saved, higher)]
+    assert counts == [32 * 16 * 8192, 32 * 16 * 8192 + 32_000 * 4096, 32 * 16 * 8192]
+
+
 # ---- refusals
 
 

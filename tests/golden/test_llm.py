@@ -198,8 +198,12 @@ def test_new_adapters_change_no_output() -> None:
         assert torch.equal(llm.merge(model)(ids), before)
     with pytest.raises(ConfigError, match="has adapters; merge them"):
         llm.adapt(llm.adapt(model, LoRAConfig(rank=2)), LoRAConfig(rank=2))
-    with pytest.raises(ConfigError, match=r"no layer has this name; expected some of .*q_proj"):
+    with pytest.raises(ConfigError, match=r"targets has query; expected some of .*q_proj"):
         llm.adapt(LLM.load(model_folder("llama31_tiny")), LoRAConfig(targets=("query",)))
+    tied = LLM(LLMConfig(vocabulary=9, width=8, layers=1, heads=2, inner=8, positions=4, tied=True))
+    for module in ("lm_head", "embed_tokens", "q_proj"):
+        with pytest.raises(ConfigError, match=f"modules_to_save has {module}; expected some of input_layernorm, norm, post_"):
+            llm.adapt(tied, LoRAConfig(modules_to_save=(module,)))
 
 
 ERRORS = load_json("llm/broken/errors")  # by fault, the folder's name
@@ -217,6 +221,30 @@ def test_errors_of_a_folder_are_one_line_that_names_it(fault: str) -> None:
         logits = good.double()(torch.from_numpy(stored["ids"]))
     np.testing.assert_allclose(logits, stored["logits_f64"], rtol=0, atol=1e-10)
     assert all(p.requires_grad for p in good.parameters()) and not any("adapter" in name for name, _ in good.named_modules())
+
+
+@pytest.mark.parametrize(("settings", "tensors", "text"), load_json("refused/adapters"))
+def test_a_refused_adapter_is_named_by_its_setting_or_tensor(
+    settings: dict[str, Any], tensors: dict[str, str], text: str, tmp_path: Path
+) -> None:
+    source, model = DATA / "llm" / "llama2_tiny" / "lora_qv", LLM.load(model_folder("llama2_tiny"))
+    config, state = json.loads((source / "adapter_config.json").read_text()), load_file(source / "adapter_model.safetensors")
+    for end, change in tensors.items():
+        for name in [name for name in state if name.endswith(end)]:
+            tensor = state.pop(name)
+            if change in ("nan", "inf"):
+                state[name] = tensor.index_fill(1, torch.tensor(1), float(change))
+            elif change != "missing":
+                state[name] = tensor.to(getattr(torch, change))
+        if change == "added":
+            state[f"base_model.model.model.{end}"] = torch.zeros(1)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | settings))
+    save_file(state, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(HpcaiError) as caught:
+        llm.load_adapter(model, tmp_path)
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path)) and text in message and "\n" not in message, message
+    assert model.adapters is None and all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:

@@ -43,7 +43,9 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
             sizes |= {"experts": sizes["experts"] | {"parallel": min(case["experts"], mesh["replicate"].size)}}
         model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
         if case.get("adapted"):
-            llm.adapt(model, LoRAConfig(rank=3, targets=TARGETS, base_dtype=case.get("frozen", "as they are")))
+            saved: Any = {"modules_to_save": ("norm",) if sizes.get("tied") else ("norm", "lm_head")}
+            saved["rank_pattern"] = {"layers.1.self_attn.q_proj": 2}
+            llm.adapt(model, LoRAConfig(rank=3, targets=TARGETS, base_dtype=case.get("frozen", "as they are"), **saved))
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
     settings: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9}

@@ -326,5 +326,5 @@ def rotary_order(cfg: LLMConfig, name: str, rows: int) -> list[int]:
 def hub_modules(cfg: LLMConfig, kind: str, sizes: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]]:
     """Return the name of each linear layer in the files, with those here that its outputs belong to, in their order."""
     rules = (rule for rule in tensor_rules(cfg, kind, sizes) if rule.form in ("same", "transposed", "fused"))
-    named = {rule.theirs[0]: rule.ours for rule in rules if rule.ours[0].endswith("_proj.weight")}
+    named = {rule.theirs[0]: rule.ours for rule in rules if rule.ours[0].endswith(("_proj.weight", "lm_head.weight"))}
     return {theirs.removesuffix(".weight"): tuple(name.removesuffix(".weight") for name in ours) for theirs, ours in named.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.errors import CheckpointError
+from hpcai.errors import CheckpointError, ConfigError
 from hpcai.json_file import read_object
 from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.families import CONFIG, OURS, Rule, comparable, family, hub_config, read_config, tensor_rules, to_hub, views
@@ -109,6 +109,14 @@ def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path],
     return writers
 
 
+def model_family(model: LLM) -> str:
+    """Return the family whose names the files of a model have: that of its folder, or the first with its settings, or OURS."""
+    try:
+        return str(hub_config(model.cfg, torch.float32, _source_config(model.folder))["model_type"])
+    except CheckpointError:
+        return OURS
+
+
 def _export(cfg: LLMConfig, kind: str, export: Callable[..., None], path: Path) -> None:
     """Write weights of a run under the names of ``kind``, one rule at a time."""
     if not family(kind)["names"]:
@@ -155,7 +163,11 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def resolve_run(path: Path) -> Path:
-    """Return the weights file of a run, a folder without config.json whose file contains the settings; otherwise ``path``."""
+    """Return the weights file of a run, which has the settings, or else ``path``. Raises ConfigError for a folder of adapters."""
+    for adapter in (path / "adapter", path):
+        if (adapter / "adapter_config.json").is_file() and not (path / CONFIG).exists() and not (path / _FILE).exists():
+            base = read_object(adapter / "adapter_config.json", "settings of an adapter").get("base_model_name_or_path") or "BASE"
+            raise ConfigError(f"{path}: holds adapters of a model: give weights={base} adapter={adapter}, or merge them first")
     return path / _FILE if path.is_dir() and not (path / CONFIG).exists() and (path / _FILE).exists() else path
 
 

@@ -7,7 +7,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,19 @@ from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.json_file import check_fields, read_object
-from hpcai.models.llm.config import LoRAConfig
+from hpcai.models.llm.config import LLMConfig, LoRAConfig, longest_end
+from hpcai.models.llm.families import hub_modules, tensor_rules
+from hpcai.models.llm.load import model_family
 from hpcai.models.llm.model import LLM
 from hpcai.nn.quantized import QuantizedLinear
-from hpcai.nn.safetensors_files import open_tensors
+from hpcai.nn.safetensors_files import open_tensors, save_sharded
 from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.parallel.sharding import ALONE, shard_spec, sum_axes
 from hpcai.parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel, dequantize, quantize, row_parallel
 
 _FILE, _CONFIG, _PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+_PEFT: dict[str, Any] = json.loads(Path(__file__).with_name("peft.json").read_text(encoding="utf-8"))  # settings of its files
+_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 class Adapter(nn.Module):
@@ -64,21 +70,25 @@ class Adapter(nn.Module):
 
 
 def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
-    """Add adapters to the layers named in ``cfg.targets``, in place, and freeze all other weights, in ``cfg.base_dtype``.
-    Collective over all ranks of a sharded model. Raises ConfigError for a target that names no layer, and if the model already has
-    adapters."""
-    if any(True for _ in _adapted_layers(model)):
+    """Add adapters to the layers of ``cfg.targets``, in place, and freeze all other weights, in ``cfg.base_dtype``, but those of
+    ``cfg.modules_to_save``. Collective over all ranks of a sharded model. Raises ConfigError for a name of no module, and if the
+    model already has adapters."""
+    if model.adapters is not None:
         raise ConfigError("the model has adapters; merge them before it gets others")
     linears = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear) and x is not model.lm_head}
-    for target in cfg.targets:
-        if not any(name.rpartition(".")[2] == target for name in linears):
-            known = sorted({name.rpartition(".")[2] for name in linears})
-            raise ConfigError(f"adapters of {target}, but no layer has this name; expected some of {', '.join(known)}")
-    model.requires_grad_(False)
+    tied = model.lm_head.weight if model.cfg.tied else None
+    others = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter is not tied} - linears.keys()
+    for field, modules in (("targets", linears), ("modules_to_save", others)):
+        for name in getattr(cfg, field):
+            if not any(longest_end(module, [name]) for module in modules):
+                known = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
+                raise ConfigError(f"{field} has {name}; expected some of {known}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(cfg.saves(name))
     for name, linear in linears.items():
-        if name.rpartition(".")[2] in cfg.targets:
-            linear.adapter = Adapter(linear, cfg).train(model.training)
-            linear.register_forward_hook(_add_adapter)
+        if (layer := cfg.for_layer(name)) is not None:
+            adapter: Any = Adapter(linear, layer).train(model.training)
+            linear.adapter, adapter.hook = adapter, linear.register_forward_hook(_add_adapter)
         if cfg.base_dtype != "as they are":
             quantize(linear, cfg.base_dtype)
     model.adapters = cfg
@@ -91,16 +101,15 @@ def merge(model: LLM) -> LLM:
     Quantized weights are dequantized, and keep the rounded values with which the adapters were trained. To add adapters to other
     weights, use ``load_adapter``.
     """
-    dtypes = {adapter.lora_A.weight.dtype for _, _, adapter in _adapted_layers(model)}
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "adapter")]
+    dtypes = {layer.adapter.lora_A.weight.dtype for layer in layers}
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             dequantize(module, *dtypes)
-    for _, linear, adapter in list(_adapted_layers(model)):
+    for linear in layers:
         with torch.no_grad():
-            linear.weight.copy_(linear.weight.to(adapter.delta_weight.dtype) + adapter.delta_weight)
-        linear._forward_hooks = type(linear._forward_hooks)(
-            (key, hook) for key, hook in linear._forward_hooks.items() if hook is not _add_adapter
-        )
+            linear.weight.copy_(linear.weight.to(linear.adapter.delta_weight.dtype) + linear.adapter.delta_weight)
+        linear.adapter.hook.remove()
         del linear.adapter
     model.adapters = None
     return model.requires_grad_(True)
@@ -108,92 +117,155 @@ def merge(model: LLM) -> LLM:
 
 def save_adapter(model: LLM, cfg: LoRAConfig, folder: str | Path, base: str = "") -> None:
     """Write the adapters of an unsharded model in the format of peft. ``base``: path of the base model."""
-    from safetensors.torch import save_file
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {_peft_name(name): tensor.detach().cpu().contiguous() for name, tensor in _adapter_parameters(model).items()}
-    save_file(state, folder / _FILE, metadata={"format": "pt"})
-    (folder / _FILE).chmod(0o644)
-    (folder / _CONFIG).write_text(json.dumps(_peft_config(cfg, base), indent=2) + "\n")
-
-
-def _peft_config(cfg: LoRAConfig, base: str) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.rank, "lora_alpha": cfg.alpha,
-        "lora_dropout": cfg.dropout, "use_rslora": cfg.stabilised, "target_modules": sorted(cfg.targets), "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
-    }  # fmt: skip
+    tensors, config = _to_peft(dict(model.named_parameters()), cfg, model.cfg, model_family(model), base)
+    save_sharded(tensors, folder, _FILE, 1 << 62)
+    (folder / _CONFIG).write_text(config)
 
 
 def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
     """Return the files of a run and their writers: the adapters, as ``save_adapter`` writes them."""
-    origin = next((o for p in model.parameters() if (o := getattr(p, "origin", None))), "")
-    config = json.dumps(_peft_config(model.adapters, str(Path(origin).parent) if origin else ""), indent=2) + "\n"
+    from safetensors.torch import load_file
+
+    cfg, origin = model.adapters, next((o for p in model.parameters() if (o := getattr(p, "origin", None))), "")
+    like = dict(_without_memory(model.cfg, cfg).named_parameters())  # of all stages
+    kind = model_family(model)
+    config = _to_peft(like, cfg, model.cfg, kind, str(Path(origin).parent) if origin else "")[1]
 
     def write(path: Path) -> None:
-        export(path, names=lambda name: _peft_name(name) if ".adapter.lora_" in name else None)
+        export(path, names=lambda name: name if ".adapter." in name or cfg.saves(name) else None)
+        save_sharded(_to_peft(load_file(path), cfg, model.cfg, kind)[0], path.parent, path.name, 1 << 62)
 
     return {f"adapter/{_FILE}": write, f"adapter/{_CONFIG}": lambda path: path.write_text(config)}
 
 
 def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
-    """Add the adapters in a folder of peft or ``save_adapter`` to ``model``, and return their settings. Raises CheckpointError for
-    adapters of another model or type, or damaged ones; the model is then unchanged."""
-    folder = Path(folder)
-    cfg = read_adapter_config(folder)
-    saved = open_tensors(folder / _FILE)
-    names = [name for name, x in model.named_modules() if isinstance(x, nn.Linear) and name.rpartition(".")[2] in cfg.targets]
-    expected = {_peft_name(f"{name}.adapter.{half}.weight") for name in names for half in ("lora_A", "lora_B")}
-    if wrong := sorted(expected ^ set(saved)) or ([] if expected else ["no adapter of a layer of this rank"]):
-        problem = "belongs to no layer of the model" if wrong[0] in saved else "is missing"
-        raise CheckpointError(f"{folder}: {wrong[0]} {problem}; is it an adapter of this model?")
-    for name in names:
-        outputs, inputs = shard_spec(model.get_parameter(f"{name}.weight")).global_shape
-        for half, size in (("lora_A", (cfg.rank, inputs)), ("lora_B", (outputs, cfg.rank))):
-            key = _peft_name(f"{name}.adapter.{half}.weight")
-            if saved[key].size != size:
-                raise CheckpointError(f"{folder}: {key} is {list(saved[key].size)}, expected {list(size)}; it is of another model")
+    """Add the adapters in a folder of peft or ``save_adapter`` to ``model``, and return their settings. One of the output layer is
+    added to its weights, which are trained whole. Raises CheckpointError or ConfigError for adapters of another model or type, or
+    damaged ones; the model is then unchanged."""
+    cfg, state = _from_peft(Path(folder), model.cfg, model_family(model))
     adapt(model, cfg)
-    for name, parameter in _adapter_parameters(model).items():
-        source = saved[_peft_name(name)]
+    for name, parameter in model.named_parameters():
         with torch.no_grad():
-            for offsets, box in shard_spec(parameter).boxes((0, 0), tuple(parameter.shape)):
+            for offsets, box in shard_spec(parameter).boxes([0] * parameter.ndim, parameter.shape) if name in state else ():
                 sizes = parameter[box].shape
-                parameter[box] = source[tuple(slice(a, a + n) for a, n in zip(offsets, sizes))].to(parameter)
+                parameter[box] = state[name][tuple(slice(a, a + n) for a, n in zip(offsets, sizes))].to(parameter)
     return cfg
 
 
 def read_adapter_config(folder: Path) -> LoRAConfig:
+    """Read the settings in a folder of peft, but targets, with patterns that are regular expressions of names in its base model.
+    Raises CheckpointError or ConfigError for other methods than LoRA and for variants of it."""
     path, expected = folder / _CONFIG, "settings of an adapter as peft writes them, with a peft_type"
-    config = read_object(path, expected)
-    kind = config.get("peft_type")
-    odd = [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out") if config.get(name)]
-    if kind != "LORA" or odd or config.get("bias", "none") != "none":
-        reason = f"an adapter of kind {kind!r}" if kind != "LORA" else f"{odd[0] if odd else 'bias'} is set"
-        raise CheckpointError(f"{path}: {reason}; expected a plain LORA")
-    keys = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
-    with check_fields(path, expected, keys=keys):
-        return LoRAConfig(
-            rank=config["r"], alpha=config["lora_alpha"], dropout=config.get("lora_dropout") or 0.0,
-            stabilised=bool(config.get("use_rslora")), targets=tuple(sorted(config["target_modules"])),
-        )  # fmt: skip
+    config = {"peft_type": "none"} | read_object(path, expected)
+    for name, value in config.items():
+        if value and name not in _PEFT["any value is read"] and value not in _PEFT["values that are read"].get(name, ()):
+            problem = f"{name!r:.40} is {value!r:.40}{', which changes the weights of the base' * (name == 'init_lora_weights')}"
+            raise CheckpointError(f"{path}: {problem}; expected a plain LORA; merge it into its base by peft (merge_and_unload)")
+    with check_fields(path, expected, keys=_PEFT["keys"]):
+        values = {field: config[key] for field, key in _PEFT["keys"].items() if config.get(key) is not None}
+        cfg = LoRAConfig(**values | {"rank": config["r"], "alpha": config["lora_alpha"]})
+        for pattern in cfg.alpha_pattern:
+            if re.search(r"\)[*+{]|([*+{].*){5}", pattern):
+                raise ValueError(f"{pattern!r:.80} repeats more than is searched for")
+            re.compile(pattern)
+        return cfg
+
+
+# ---- names and tensors of peft
+
+
+def _hub_names(cfg: LLMConfig, kind: str) -> tuple[dict[str, tuple[str, ...]], dict[str, str], dict[str, Tensor]]:
+    """Return ``hub_modules``, the names here of tensors in the files that are equal, and all tensors, on the meta device."""
+    untied, state = cfg.model_copy(update={"tied": False}), _without_memory(cfg).state_dict()
+    sizes = {name: tensor.shape for name, tensor in state.items()}
+    equal = {rule.theirs[0]: rule.ours[0] for rule in tensor_rules(untied, kind, sizes) if rule.form == "same"}
+    return hub_modules(untied, kind, sizes), equal, state
+
+
+def _without_memory(cfg: LLMConfig, lora: LoRAConfig | None = None) -> LLM:
+    with torch.device("meta"):
+        return adapt(LLM(cfg), lora) if lora else LLM(cfg)
+
+
+def _with_layers(cfg: LoRAConfig, layers: Mapping[str, tuple[int, float]], names: Iterable[str]) -> LoRAConfig:
+    """Return ``cfg`` with rank and alpha of each layer. The last part of a name is a target if all ``names`` with it are layers."""
+    others = {name.rpartition(".")[2] for name in names if name not in layers}
+    rank, alpha = (Counter(each[n] for each in layers.values()).most_common(1)[0][0] for n in range(2))
+    return cfg.model_copy(update={
+        "rank": rank, "rank_pattern": {name: each for name, (each, _) in layers.items() if each != rank},
+        "alpha": alpha, "alpha_pattern": {name: each for name, (_, each) in layers.items() if each != alpha},
+        "targets": tuple(sorted({name if (end := name.rpartition(".")[2]) in others else end for name in layers})),
+    })  # fmt: skip
+
+
+def _to_peft(
+    state: Mapping[str, Tensor], cfg: LoRAConfig, llm: LLMConfig, kind: str, base: str = ""
+) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors of peft, and its settings as JSON. Layers that are one in the base have one adapter, with their A stacked
+    and their B on the diagonal."""
+    modules, names, sizes = _hub_names(llm, kind)
+    hub = {theirs: state[ours] for theirs, ours in names.items() if ours in state and cfg.saves(ours)}
+    layers = dict[str, tuple[int, float]]()
+    for name, ours in modules.items():
+        if parts := {each: part for each in ours if (part := cfg.for_layer(each))}:
+            first, down = next(iter(parts.values())), torch.cat([state[f"{each}.adapter.lora_A.weight"] for each in parts])
+            ups = [state[f"{each}.adapter.lora_B.weight"] * (parts[each].scale / first.scale) if each in parts
+                   else down.new_zeros(len(sizes[f"{each}.weight"]), 0) for each in ours]  # fmt: skip
+            hub |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": torch.block_diag(*ups)}
+            layers[name] = len(down), first.alpha_for(len(down))
+    theirs = _with_layers(cfg, layers, modules)
+    settings = _PEFT["written"] | {key: getattr(theirs, field) for field, key in _PEFT["keys"].items()} | {
+        "target_modules": theirs.targets, "base_model_name_or_path": base, "fan_in_fan_out": any("c_attn" in x for x in modules),
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in hub if ".lora_" not in name}) or None,
+    }  # fmt: skip
+    return {f"{_PREFIX}{name}": tensor for name, tensor in hub.items()}, json.dumps(settings, indent=2) + "\n"
+
+
+def _from_peft(folder: Path, llm: LLMConfig, kind: str) -> tuple[LoRAConfig, dict[str, Tensor]]:
+    """Return settings and tensors under our names, the inverse of ``_to_peft``. The tensors tell which layers have adapters."""
+    cfg, (modules, names, sizes) = read_adapter_config(folder), _hub_names(llm, kind)
+    saved = {name.removeprefix(_PREFIX).replace(".base_layer.", "."): tensor[tuple(slice(None) for _ in tensor.size)]
+             for name, tensor in open_tensors(folder / _FILE).items()}  # fmt: skip
+    adapted = {name.partition(".lora_")[0] for name in saved if ".lora_" in name}
+    layers, state = dict[str, tuple[int, float]](), dict[str, Tensor]()
+
+    def take(name: str, *shape: int) -> Tensor:
+        actual = "is missing"
+        if (tensor := saved.pop(name, None)) is not None:
+            if tensor.shape == shape and tensor.dtype in _DTYPES:
+                return tensor
+            actual = f"is {list(tensor.shape)} of {tensor.dtype}"
+        expected = f"expected {list(shape)} of floating-point numbers; is it an adapter of this model?"
+        raise CheckpointError(f"{folder}: {_PREFIX}{name} {actual}; {expected}")
+
+    for name in sorted(modules.keys() & adapted):
+        ours, shapes = modules[name], [sizes[f"{each}.weight"].shape for each in modules[name]]
+        stored = saved.get(f"{name}.lora_A.weight", torch.empty(0)).numel() // shapes[0][1]
+        rank = max(stored, 1) if cfg.rank_pattern else cfg.rank
+        alphas = (value for pattern, value in cfg.alpha_pattern.items() if re.fullmatch(rf"(.*\.)?({pattern})", name))
+        part = cfg.model_copy(update={"rank": rank, "alpha": next(alphas, cfg.alpha)})
+        down = take(f"{name}.lora_A.weight", rank, shapes[0][1])
+        ups = take(f"{name}.lora_B.weight", sum(n for n, _ in shapes), rank).split([n for n, _ in shapes])
+        if f"{name}.weight" in saved:  # of the output layer, which peft saves beside its adapter
+            saved[f"{name}.weight"] = take(f"{name}.weight", *shapes[0]) + part.scale * ups[0].to(down) @ down
+            continue
+        columns = torch.stack([up.any(0) for up in ups])
+        if len(ups) == 1 or columns.sum(0).max() != 1:  # else ``_to_peft`` joined them, and each has columns of its own
+            columns = torch.ones_like(columns)
+        for each, up, own in zip(ours, ups, columns):
+            if rank := int(own.sum()):
+                layers[each] = rank, part.alpha_for(rank)
+                state |= {f"{each}.adapter.lora_A.weight": down[own], f"{each}.adapter.lora_B.weight": up[:, own]}
+    others = {ours: take(theirs, *sizes[ours].shape) for theirs, ours in names.items() if theirs in saved}
+    if saved or not layers:
+        problem = f"{next(iter(saved))} belongs to no linear layer of the model" if saved else "*.lora_A.weight is missing"
+        raise CheckpointError(f"{folder}: {_PREFIX}{problem}; is it an adapter of this model? If it is, merge it by peft")
+    cfg = _with_layers(cfg, layers, [each for ours in modules.values() for each in ours])
+    return cfg.model_copy(update={"modules_to_save": tuple(sorted({name.rpartition(".")[0] for name in others}))}), state | others
 
 
 def _add_adapter(linear: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     adapter: Any = linear.adapter
     return output + adapter(args[0])
-
-
-def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any, Adapter]]:
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "adapter", None), Adapter):
-            yield name, module, module.adapter
-
-
-def _adapter_parameters(model: LLM) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in model.named_parameters() if ".adapter.lora_" in name}
-
-
-def _peft_name(name: str) -> str:
-    return _PREFIX + name.replace(".adapter.", ".")

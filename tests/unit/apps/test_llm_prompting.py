@@ -147,6 +147,14 @@ def test_sharded_generation_equals_unsharded(axes: dict[str, int], home: Path, t
     assert (tmp_path / "unsharded0").read_text() != (tmp_path / "unsharded1").read_text()
 
 
+def test_a_folder_of_adapters_in_place_of_a_model_is_told_apart(home: Path, tmp_path: Path, command: Any) -> None:
+    cfg, run = LoRAConfig(rank=2), tmp_path / "run"
+    save_adapter(adapt(LLM.load(home), cfg), cfg, run / "adapter", str(home))
+    for weights in (run, run / "adapter"):
+        stderr = command(generate.run, *command_args(weights=weights), "prompt=a", code=2)[1]
+        assert f"{weights}: holds adapters of a model: give weights={home} adapter={run / 'adapter'}" in stderr
+
+
 # ---- chat
 
 
