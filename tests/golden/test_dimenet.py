@@ -1,4 +1,4 @@
-"""DimeNet++ agrees with stored results of the MLPerf HPC reference (tests/data/dimenet)."""
+"""DimeNet++ and its neighbour lists agree with stored results of the MLPerf HPC reference (tests/data/dimenet)."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from apps.opencatalyst.settings import STD, Config
 from hpcai import config
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, collate, loss
 from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, spherical_bessel_zeros, spherical_harmonics
+from hpcai.models.dimenet.periodic import count_triplets, find_reverse_edges, neighbour_list
 from hpcai.train.schedule import make_lr_schedule
 from tests.reference_data import load_arrays, load_json
 
@@ -122,3 +123,18 @@ def test_the_schedule() -> None:
     cfg = config.load(Config, ROOT / "apps/opencatalyst/configs/batch2048.yaml")
     lr_at = make_lr_schedule(cfg.step.schedule, cfg.step.lr, 976, 976 * 48)
     assert [lr_at(step) / cfg.step.lr for step in expected["steps"]] == pytest.approx(expected["mult"], rel=1e-9)
+
+
+def test_fifty_nearest_neighbours_of_three_structures() -> None:
+    stored = load_arrays("dimenet/small_input")
+    other, centre = stored["edge_index"]
+    edges, triplets, unpaired = list[np.ndarray](), 0, 0
+    for b, size in enumerate(stored["natoms"]):
+        atoms = stored["batch"] == b
+        neighbours = neighbour_list(stored["pos"][atoms], stored["cell"][b], np.ones(3, bool), 6.0, 50)
+        assert len(neighbours.centre) == stored["neighbors"][b]
+        edges.append(np.c_[neighbours.centre + atoms.argmax(), neighbours.neighbour + atoms.argmax(), neighbours.offset])
+        triplets += count_triplets(neighbours, int(size))
+        unpaired += int((find_reverse_edges(neighbours, int(size)) < 0).sum())
+    assert sorted(np.concatenate(edges).tolist()) == sorted(np.c_[centre, other, stored["cell_offsets"]].tolist())
+    assert (triplets, unpaired) == (38923, 27)
