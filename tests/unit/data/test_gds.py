@@ -190,12 +190,6 @@ def test_a_file_may_be_evicted_during_a_read(kvikio: FakeKvikIO, reader: GdsRead
     assert (kvikio.opened, kvikio.closed) == (1, 1)
 
 
-def test_a_small_gap_is_read_over(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
-    layout, array = volume
-    assert torch.equal(reader.read(layout, 2, slice(0, 64), slice(7, 30)), torch.from_numpy(array[2, :64, 7:30]))
-    assert len(kvikio.reads) == 1
-
-
 def test_reads_from_many_threads(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
     with ThreadPoolExecutor(8) as pool:

@@ -1,4 +1,4 @@
-"""Rows and layouts of HDF5 files: equal by every reader, with and without an index; errors name file, actual and expected content."""
+"""Rows and layouts of HDF5 files: equal by every reader, with and without an index; errors name file and content."""
 
 import json
 from pathlib import Path
