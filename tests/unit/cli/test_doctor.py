@@ -45,7 +45,8 @@ for program in PROGRAMS:
         os.wait()
         continue
     module, *words = program.split()
-    heavy = {"torch", "scipy", "matplotlib", "mpi4py.MPI"} | (set() if module.startswith("data_prep") else {"numpy"})
+    heavy = {"torch", "scipy", "matplotlib", "mpi4py.MPI"}
+    heavy |= set() if module.startswith("data_prep") else {"numpy", "h5py", "rich"}
     sys.argv = [module, *words, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
