@@ -49,8 +49,6 @@ FIELDS = [
 ]  # fmt: skip
 NONE: frozenset[str] = frozenset()
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def load_workload(app: str, *overrides: str) -> tuple[benchmarks.Workload, Any]:
     workload = benchmarks.find_workload(app)

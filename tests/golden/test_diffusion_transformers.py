@@ -12,7 +12,6 @@ from hpcai.models.diffusion.flux import pack_latents
 from hpcai.models.diffusion.load import load_network
 from tests.reference_data import DATA, load_arrays, load_json
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 HOME = DATA / "diffusion"
 CASES = {  # case: folder of the model, tolerance of its outputs in float32
     "dit_tiny/dit": ("dit_tiny/model_a", 6e-5), "flux_tiny/plain": ("flux_tiny/model_schnell", 3e-4),

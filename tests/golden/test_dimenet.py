@@ -16,7 +16,6 @@ from hpcai.train.schedule import make_lr_schedule
 from tests.reference_data import load_arrays, load_json
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = DimeNetConfig(hidden=32, output=48, interaction=16, basis=8, blocks=2)
 MEAN = -0.7554450631141663
 

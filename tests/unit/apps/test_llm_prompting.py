@@ -26,7 +26,6 @@ from hpcai.models.llm.text import start_tokens
 from tests.ranks.launch import on_ranks
 from tests.reference_data import load_json
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES: dict[str, Any] = {"vocabulary": 260, "width": 16, "layers": 2, "heads": 2, "inner": 24, "positions": 64}
 OVERRIDES = {"most": 12, "temperature": 1.3, "top_k": 40, "precision": "fp32"}
 PROMPTS = [{"text": "one"}, {"text": "and two", "extra": 5}, {"text": ""}, {"text": "four: [x]"}, {"text": "the fifth"}]

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from hpcai.kernels import attention, gates, outer_product
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def compare(fused: Callable[..., Tensor], reference: Callable[..., Tensor], args: Sequence[Tensor | None], wrt: list[int]) -> None:
     results = []
