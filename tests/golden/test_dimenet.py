@@ -1,6 +1,5 @@
 """DimeNet++ and its neighbour lists agree with stored results of the MLPerf HPC reference (tests/data/dimenet)."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,8 @@ from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, colla
 from hpcai.models.dimenet.basis import spherical_bessel_zeros
 from hpcai.models.dimenet.periodic import count_triplets, find_reverse_edges, neighbour_list
 from hpcai.train.schedule import make_lr_schedule
-from tests.reference_data import load_arrays, load_json
+from tests.reference_data import ROOT, load_arrays, load_json
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = DimeNetConfig(hidden=32, output=48, interaction=16, basis=8, blocks=2)
 MEAN = -0.7554450631141663
 

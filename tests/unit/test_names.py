@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.reference_data import load_json
+from tests.reference_data import ROOT, load_json
 
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("docs/*.md"), *ROOT.glob("apps/*/README.md")]
 
 DEFINED = load_json("names/replaced")

@@ -17,10 +17,9 @@ import pytest
 import yaml
 
 from tests.offline import run_offline
-from tests.reference_data import DATA, check_subsample, subsample
+from tests.reference_data import DATA, ROOT, check_subsample, subsample
 from tests.tracked import tracked_files
 
-ROOT = DATA.parents[1]
 BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "docs/new_model.md")
 SUITE = ("apps", "data_prep", "slurm")
 

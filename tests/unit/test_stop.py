@@ -12,9 +12,8 @@ from unittest.mock import Mock
 import pytest
 
 from hpcai import stop
-from tests.reference_data import load_json
+from tests.reference_data import ROOT, load_json
 
-ROOT = Path(__file__).resolve().parents[2]
 CASES = load_json("interruptions")
 RUN = """
 import sys, time

@@ -6,15 +6,13 @@ import runpy
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from hpcai import cli
 from hpcai.cli import doctor
 from hpcai.cli.apps import list_apps
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.reference_data import ROOT
 
 # ---------------------------------------------------------------------------------------------------- the command
 

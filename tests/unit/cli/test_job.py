@@ -21,9 +21,8 @@ from hpcai.cli.job import main, parse_time
 from hpcai.errors import ConfigError
 from tests import shellcheck
 from tests.apps.universes import write_universes
-from tests.reference_data import load_json
+from tests.reference_data import ROOT, load_json
 
-ROOT = Path(__file__).parents[3]
 CONFIG = "apps/cosmoflow/configs/small.yaml"
 SITES = ["alps", "frontier", "generic", "jupiter", "juwels-booster", "leonardo", "pbs", "perlmutter", "polaris"]
 FULL = ["--account", "project", "--queue", "somewhere", "--time", "1:00:00"]
