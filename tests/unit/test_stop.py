@@ -52,7 +52,7 @@ def test_exit_codes_after_signals(sleeps: list[float], states: list[str], code: 
     assert run(sleeps, *states) == code
 
 
-def test_an_ignored_hangup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ignored_hangup_stays_ignored() -> None:
     """As nohup starts a program."""
     before, received = signal.signal(signal.SIGHUP, signal.SIG_IGN), []
     try:

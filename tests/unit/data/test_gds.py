@@ -177,7 +177,7 @@ def test_staging_memory_is_bounded(reader: GdsReader, volume: Any, monkeypatch: 
     assert counts == [4, 4, 4, 4], "ranges of 17,920 bytes take 20,480, plus one block for alignment"
 
 
-def test_a_file_may_be_evicted_during_a_read(kvikio: FakeKvikIO, reader: GdsReader, volume: Any, tmp_path: Path) -> None:
+def test_a_file_may_be_evicted_during_a_read(kvikio: FakeKvikIO, reader: GdsReader, volume: Any) -> None:
     layout, array = volume
     with ThreadPoolExecutor(1) as pool:
         kvikio.delay = 0.3
