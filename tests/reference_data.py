@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests/data"
 STRIDE, BLOCK = 61, 256
 
