@@ -120,9 +120,9 @@ def complete_file(mesh: Mesh, cfg: GenerateConfig) -> str:
     return cfg.out.read_text() if cfg.out is not None and mesh.is_first else ""
 
 
-@pytest.mark.parametrize("axes", [{"replicate": 2, "tensor": 2}], ids=str)
-def test_sharded_generation_equals_unsharded(axes: dict[str, int], home: Path, tmp_path: Path) -> None:
+def test_sharded_generation_equals_unsharded(home: Path, tmp_path: Path) -> None:
     """Also with an adapter, which is added to the weights."""
+    axes = {"replicate": 2, "tensor": 2}
     cfg, model = LoRAConfig(rank=2, alpha=8.0), LLM.load(home)
     adapt(model, cfg)
     nn.init.normal_(model.model.layers[1].self_attn.v_proj.adapter.lora_B.weight, std=0.5)  # type: ignore[union-attr]
@@ -227,13 +227,12 @@ def compute_scores(mesh: Mesh, cfg: ScoreConfig) -> dict[str, float]:
     return score.score(cfg, mesh)
 
 
-@pytest.mark.parametrize("axes", [{"replicate": 2, "context": 2}], ids=str)
-def test_sharded_scores_equal_unsharded(axes: dict[str, int], home: Path, rows: Path, tmp_path: Path) -> None:
+def test_sharded_scores_equal_unsharded(home: Path, rows: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     questions = [{"context": "ab", "choices": [chr(c) * n for c, n in zip(rng.integers(97, 123, 3), (1, 2, 5))], "answer": n % 3}
                  for n in range(7)]  # fmt: skip
     path = write_jsonl(tmp_path / "q.jsonl", questions)
     cfg = ScoreConfig(weights=home, data=rows, tasks=path, judge="answers", batch=4, precision="fp32")
     expected = score.score(cfg, Mesh({}))
-    for scores in on_ranks(axes, compute_scores, cfg):
+    for scores in on_ranks({"replicate": 2, "context": 2}, compute_scores, cfg):
         assert scores == pytest.approx(expected, rel=1e-5)
