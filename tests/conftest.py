@@ -26,7 +26,7 @@ _BEGAN = time.time()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all tests except a run of tests/gpu alone (make gpu).
+    """Hide GPUs from all tests except a run of tests/gpu alone (make gpu), and compute with one thread, as make test does.
 
     The backward pass lets autograd count devices now: it starts no threads for GPUs, with which no fork could run a backward pass.
     A fake tensor of a CUDA build would later count as a GPU.
@@ -39,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if alone and os.environ.get("HPCAI_TEST_DEVICE") != "cpu":
         return
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
     torch.ones((), requires_grad=True).backward()
 
 

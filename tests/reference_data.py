@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests/data"
 STRIDE, BLOCK = 61, 256
 
 

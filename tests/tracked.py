@@ -2,11 +2,10 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.reference_data import ROOT
 
 
 def tracked_files(*folders: str) -> list[str]:

@@ -21,7 +21,6 @@ Refusal = tuple[str, Sequence[str], str]
 """a kind of damage to the data ("" for none), overrides, and a part of the message"""
 
 
-@pytest.mark.usefixtures("one_thread")
 class AppContract:
     configs: list[str]
     data_settings: list[str]

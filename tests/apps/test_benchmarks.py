@@ -1,6 +1,5 @@
 """Benchmarks of the apps: all implementations are the same function, and switches replace parts of the reference."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 import apps.deepcam.benchmarks as deepcam
 from apps.openfold.benchmarks import Benchmark as Openfold
 from hpcai import dist
-from hpcai.cli import ablate, benchmarks
+from hpcai.cli import benchmarks
 from hpcai.cli.bench import app as bench
 from hpcai.data.collate import tree_map
 from hpcai.dist import Mesh
@@ -50,8 +49,6 @@ FIELDS = [
 ]  # fmt: skip
 NONE: frozenset[str] = frozenset()
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def load_workload(app: str, *overrides: str) -> tuple[benchmarks.Workload, Any]:
     workload = benchmarks.find_workload(app)
@@ -82,15 +79,6 @@ def test_switches_do_not_change_the_gradient_and_the_loop_runs_with_all_of_them(
     for actual, actual_gradient in others:
         assert actual == pytest.approx(value, rel=1e-5) and (actual_gradient - gradient).norm() < TOLERANCE[app] * gradient.norm()
     assert max(float((actual_gradient - gradient).norm()) for _, actual_gradient in others) > 0, "another order of summation"
-
-
-def test_ablation_prints_the_table_of_an_app(capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["kernels", "fused optimizer"]
-    args = ["cosmoflow", *SMALL["cosmoflow"], "--repeats", "1", "--steps", "1", "--json"]
-    assert ablate.main([*args, "--only", *names]) == 0
-    table: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert [row["name"] for row in table["cumulative"]] == ["plain", *names] and len(table["switches"]) == 9
-    assert all(row["error"] is None for row in table["cumulative"] + table["left_out"])
 
 
 def record_layout(contiguous: list[bool], module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -24,7 +24,6 @@ from tests.apps.small_apps import COSMOFLOW as APP
 
 ENDLESS = ["train.epochs=300", "checkpoint.every_steps=100000"]
 # 24 universes in batches of 8: three steps an epoch.
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def damage_data(data: Path, kind: str) -> None:

@@ -6,14 +6,11 @@ from typing import Any
 
 import h5py
 import numpy as np
-import pytest
 
 from hpcai.models.deepcam import CLASSES, DeepCam
 from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import metric_by_step
 from tests.apps.small_apps import DEEPCAM as APP
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def damage_data(data: Path, kind: str) -> None:

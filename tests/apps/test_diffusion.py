@@ -16,8 +16,6 @@ from tests.apps.app_runs import ROOT, metric_by_step
 from tests.apps.small_apps import DIFFUSION as APP
 from tests.apps.small_apps import simulator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def damage_data(data: Path, kind: str) -> None:
     index = data / "train/index.json"

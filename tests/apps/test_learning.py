@@ -257,7 +257,6 @@ SHORT = {  # data and scores of each app; settings and bounds are in tests/data
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", SHORT)
 def test_an_app_learns(name: str, tmp_path: Path) -> None:
     make_data, scores = SHORT[name]

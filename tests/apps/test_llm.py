@@ -27,8 +27,6 @@ from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import ROOT, damage, metric_by_step
 from tests.apps.small_apps import LLM as APP
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def damage_data(data: Path, kind: str) -> None:
     def change(file: h5py.File) -> None:

@@ -16,8 +16,6 @@ from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import damage
 from tests.apps.small_apps import OPENCATALYST as APP
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def damage_data(data: Path, kind: str) -> None:
     def expand(file: h5py.File) -> None:

@@ -33,7 +33,6 @@ from tests.ranks.launch import on_ranks
 from tests.reference_data import load_json
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the OpenFold app is NOT tested")
-pytestmark = pytest.mark.usefixtures("one_thread")
 REPRODUCIBLE = ("model.rows.dropout=0", "model.pairs.dropout=0", "model.extra.msa.dropout=0", "model.extra.pairs.dropout=0",
          "model.structure.dropout=0", "step.precision=fp64", "train.steps=3")  # fmt: skip
 

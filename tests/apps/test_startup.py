@@ -19,7 +19,6 @@ from tests.apps.app_runs import FAST, ROOT, App
 from tests.apps.small_apps import COSMOFLOW as APP
 from tests.apps.small_apps import OPENFOLD, simulator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 PARTS = {"imports", "processes", "data", "network", "checkpoint", "first batch", "first step"}
 
 

@@ -16,7 +16,6 @@ from tests.apps.app_contract import AppContract
 from tests.apps.small_apps import UNET3D as APP
 
 WINDOW = (16, 32, 32)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class TestContract(AppContract):

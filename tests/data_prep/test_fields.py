@@ -82,7 +82,7 @@ def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(dataset
     assert low + (rows["parameters"][0] + 1) / 2 * (high - low) == pytest.approx(recipe.universes.physical(number), rel=1e-6)
 
 
-def test_mean_and_deviation_are_those_of_the_first_training_universes(dataset, tmp_path):
+def test_mean_and_deviation_are_those_of_the_first_training_universes(dataset):
     recipe = read_recipe(dataset)
     first = [number for number in range(30) if recipe.split(number) == "train"][:16]
     values = np.log(np.concatenate([recipe.simulate(number) for number in first]) + 0.05)

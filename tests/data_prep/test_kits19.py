@@ -101,7 +101,7 @@ def test_phantoms_are_plausible():
     assert 1.5 <= fine.spacing_mm[0] <= 5 and 0.54 <= fine.spacing_mm[1] <= 0.95
 
 
-def test_the_check_compares_boxes_with_labels_and_shapes_with_the_index(dataset, tmp_path, capsys, monkeypatch):
+def test_the_check_compares_boxes_with_labels_and_shapes_with_the_index(dataset, tmp_path, capsys):
     assert check_fails(run, dataset, tmp_path / "damaged", lambda file: file["boxes"].__setitem__((0, 0, 0, 3), 1), "the label has")
     index = read_json(dataset / "train" / "index.json")
     assert run("check", dataset, "--no-picture") == 0 and "boxes of 5 cases" in capsys.readouterr().out

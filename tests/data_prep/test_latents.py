@@ -168,7 +168,7 @@ def check_rows(out: Path, pipeline: Path, names: Sequence[str] = ("moments", "to
 # ---- images
 
 
-def test_rows_equal_the_outputs_of_the_networks(dataset: Path, pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_equal_the_outputs_of_the_networks(dataset: Path, pipeline: Path) -> None:
     check_rows(dataset, pipeline)
     pair = expected_row(pipeline, 1), expected_row(pipeline, 2)
     assert all((pair[0][name] - pair[1][name]).abs().max() > 0.02 for name in pair[0])     # samples differ
@@ -532,7 +532,7 @@ def test_other_images_and_an_out_within_them_are_refused(
 
 
 def test_without_transformers_the_error_names_the_extra(
-    source: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoders.load_networks.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)

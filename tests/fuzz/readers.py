@@ -37,11 +37,9 @@ from hpcai.train.checkpoint_reader import Progress
 from tests import proteins
 from tests.data_prep.test_trajectories import load_relaxation, write_aselmdb
 from tests.fuzz.attack import Reader
-from tests.reference_data import DATA
+from tests.reference_data import DATA, ROOT
 from tests.unit.cli.test_report import events
 from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
-
-ROOT = DATA.parents[1]
 
 
 def write_bytes(name: str, data: bytes) -> Callable[[Path], Path]:

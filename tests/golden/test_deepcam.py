@@ -15,7 +15,6 @@ from hpcai.train.schedule import make_lr_schedule
 from tests.hash_values import fill_parameters, hash_values
 from tests.reference_data import check_subsample, digest, load_arrays, load_json
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NARROW = "div8_96x144_b2_formula"
 
 

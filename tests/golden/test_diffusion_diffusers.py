@@ -23,7 +23,7 @@ from diffusers.models.transformers import transformer_flux  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def compute_in_float64(monkeypatch: pytest.MonkeyPatch, one_thread: None, quiet_hugging_face: None) -> None:
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch, quiet_hugging_face: None) -> None:
     """Have diffusers compute sinusoidal and rotary embeddings in float64 instead of float32."""
     double = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
     for module in (embeddings, transformer_flux):

@@ -18,7 +18,6 @@ from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
 from tests.hash_values import fill_parameters
 from tests.reference_data import DATA, load_json, load_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 HOME = DATA / "diffusion"
 SD2, UNET2D, VAES = (load_json(f"diffusion/{name}/cases") for name in ("sd2_unet_tiny", "unet2d_tiny", "vae_tiny"))
 

@@ -1,6 +1,5 @@
-"""DimeNet++ agrees with stored results of the MLPerf HPC reference (tests/data/dimenet)."""
+"""DimeNet++ and its neighbour lists agree with stored results of the MLPerf HPC reference (tests/data/dimenet)."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,11 @@ import torch
 from apps.opencatalyst.settings import STD, Config
 from hpcai import config
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, collate, loss
-from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, spherical_bessel_zeros, spherical_harmonics
+from hpcai.models.dimenet.basis import spherical_bessel_zeros
+from hpcai.models.dimenet.periodic import count_triplets, find_reverse_edges, neighbour_list
 from hpcai.train.schedule import make_lr_schedule
-from tests.reference_data import load_arrays, load_json
+from tests.reference_data import ROOT, load_arrays, load_json
 
-ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = DimeNetConfig(hidden=32, output=48, interaction=16, basis=8, blocks=2)
 MEAN = -0.7554450631141663
 
@@ -98,23 +96,8 @@ def test_parameters_of_the_full_network() -> None:
     assert sum(p.numel() for p in model.parameters()) == golden["params_full"] == 1_810_182
 
 
-def test_functions_of_distance_and_angle() -> None:
-    stored = read("basis")
-    x, d = torch.from_numpy(stored["x"]), torch.from_numpy(stored["dist"])
-    inside = stored["x"] < 1
-    near = inside & (stored["dist"] > 0.5)
-    np.testing.assert_allclose(spherical_bessel_zeros(7, 6), stored["jn_zeros"], rtol=1e-7)
-    envelope_values = envelope(x, 5)
-    np.testing.assert_allclose(envelope_values[inside], stored["envelope_pyg172"][inside], rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(DimeNet(SMALL).double().rbf(d).detach()[inside], stored["rbf_pyg172"][inside], atol=2e-5)
-    table = SphericalBessel(7, 6, 6.0, 5)(d)
-    np.testing.assert_allclose((table / envelope_values[:, None])[near], stored["radial_norm_jl"][near], atol=3e-5)
-    theta = torch.from_numpy(stored["theta"])
-    u = torch.stack((torch.sin(theta), torch.zeros_like(theta), torch.cos(theta)), 1)
-    y, factors = spherical_harmonics(u, 7), angular_factor(torch.arange(7))
-    along = spherical_harmonics(torch.tensor([[0, 0, 1.0]], dtype=u.dtype), 7)
-    columns = [factors[n] * (y * along)[:, n * n : (n + 1) ** 2].sum(1) for n in range(7)]
-    np.testing.assert_allclose(torch.stack(columns, 1), stored["cbf"], atol=2e-6)
+def test_zeros_of_bessel_functions() -> None:
+    np.testing.assert_allclose(spherical_bessel_zeros(7, 6), read("basis")["jn_zeros"], rtol=1e-7)
 
 
 def test_the_schedule() -> None:
@@ -122,3 +105,18 @@ def test_the_schedule() -> None:
     cfg = config.load(Config, ROOT / "apps/opencatalyst/configs/batch2048.yaml")
     lr_at = make_lr_schedule(cfg.step.schedule, cfg.step.lr, 976, 976 * 48)
     assert [lr_at(step) / cfg.step.lr for step in expected["steps"]] == pytest.approx(expected["mult"], rel=1e-9)
+
+
+def test_fifty_nearest_neighbours_of_three_structures() -> None:
+    stored = load_arrays("dimenet/small_input")
+    other, centre = stored["edge_index"]
+    edges, triplets, unpaired = list[np.ndarray](), 0, 0
+    for b, size in enumerate(stored["natoms"]):
+        atoms = stored["batch"] == b
+        neighbours = neighbour_list(stored["pos"][atoms], stored["cell"][b], np.ones(3, bool), 6.0, 50)
+        assert len(neighbours.centre) == stored["neighbors"][b]
+        edges.append(np.c_[neighbours.centre + atoms.argmax(), neighbours.neighbour + atoms.argmax(), neighbours.offset])
+        triplets += count_triplets(neighbours, int(size))
+        unpaired += int((find_reverse_edges(neighbours, int(size)) < 0).sum())
+    assert sorted(np.concatenate(edges).tolist()) == sorted(np.c_[centre, other, stored["cell_offsets"]].tolist())
+    assert (triplets, unpaired) == (38923, 27)

@@ -13,7 +13,6 @@ from hpcai.models.openfold.objective import lddt, loss_terms, weighted_total
 from tests import proteins
 from tests.reference_data import load_json, load_tensors
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
 PUBLIC_NAMES = {
     "fape": "fape", "chi": "supervised_chi", "distogram": "distogram", "masked_msa": "masked_msa", "plddt": "plddt_loss",

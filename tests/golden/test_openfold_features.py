@@ -1,14 +1,20 @@
-"""Alignment samples and feature dictionaries equal those of the reference implementation (tests/data/openfold).
+"""Chains, alignments, atoms, frames and feature dictionaries equal those of the public OpenFold (tests/data/openfold).
 
 Random numbers are not reproduced: the tests use the rows and templates that the reference drew.
 """
+
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hpcai.models.openfold import sampling
+from hpcai.models.openfold.alignments import read_alignments
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, center, collate, featurize
 from hpcai.models.openfold.formats import parse_features
+from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
+from hpcai.models.openfold.targets import compute_targets
 from tests.reference_data import load_arrays, load_json
 
 # With missing atoms the reference's angles are noise and hpcai's are 0; its float32 frames have rounding errors.
@@ -73,3 +79,79 @@ def _center_templates(golden: dict[str, np.ndarray]) -> None:
         assert np.abs(centered[template, atoms] + mean - positions[template, atoms, :, 0]).max() < 1e-5
         beta[template, beta_mask[template]] -= mean[:, None]
     positions[:] = centered[..., None]
+
+
+# ---- files
+
+
+needs_gemmi = pytest.mark.skipif(find_spec("gemmi") is None, reason="gemmi is not installed: structures are NOT compared")
+
+HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"  # the order of raw.msa
+
+
+def check_chain(path: Path, name: str) -> Chain:
+    """Return the chain of a file, compared with the public code's features of the original file except for the resolution."""
+    golden, author = load_arrays(f"openfold/features/{name}"), name.split("_")[1]
+    chain = read_mmcif(path, author).chains[author]
+    assert chain.name == name and chain.sequence == golden["raw.sequence"].tobytes().decode()
+    assert np.array_equal(chain.aatype, golden["raw.aatype"].argmax(1)) and np.array_equal(chain.aatype, golden["det.aatype"])
+    assert np.array_equal(chain.positions, golden["det.all_atom_positions"])
+    assert np.array_equal(chain.mask, golden["det.all_atom_mask"])
+    return chain
+
+
+@needs_gemmi
+@pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
+def test_a_chain_and_its_alignment_are_read_as_by_the_public_code(name: str, tmp_path: Path) -> None:
+    golden, path = load_arrays(f"openfold/features/{name}"), tmp_path / f"{name[:4]}.cif"
+    positions, mask = golden["det.all_atom_positions"], golden["det.all_atom_mask"]
+    write_structure(path, golden["det.aatype"], positions, mask, np.ones_like(mask), chain=name[-1])
+    rows = [
+        "".join("a" * int(count) + HHBLITS[letter] for letter, count in zip(letters, deletions))
+        for letters, deletions in zip(golden["raw.msa"], golden["raw.deletion_matrix_int"])
+    ]
+    (tmp_path / "hits.a3m").write_text("".join(f">row {number}\n{row}\n" for number, row in enumerate(rows)))
+    alignment = read_alignments([tmp_path / "hits.a3m"], check_chain(path, name).sequence)
+    assert np.array_equal(alignment.msa, golden["det.msa"])
+    assert np.array_equal(alignment.deletions, golden["raw.deletion_matrix_int"])
+
+
+@needs_gemmi
+@pytest.mark.originals
+@pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
+def test_the_original_files_of_a_chain_are_read_as_by_the_public_code(name: str, originals: Path) -> None:
+    golden = load_arrays(f"openfold/features/{name}")
+    chain = check_chain(originals / "openfold" / "mmcif" / f"{name[:4]}.cif", name)
+    assert chain.resolution == pytest.approx(float(golden["raw.resolution"][0]))
+    # The stored features come from the .a3m files only.
+    alignment = read_alignments(sorted((originals / "openfold" / "alignments" / name).glob("[bn]*.a3m")), chain.sequence)
+    assert np.array_equal(alignment.msa, golden["det.msa"])
+    assert np.array_equal(alignment.deletions, golden["raw.deletion_matrix_int"])
+
+
+# ---- targets
+
+
+# With a missing atom the reference's torsion angles are rounding noise scaled to unit length; hpcai's are 0.
+DEFINED = {
+    "torsion_angles_sin_cos": "torsion_angles_mask", "alt_torsion_angles_sin_cos": "torsion_angles_mask",
+    "chi_angles_sin_cos": "chi_mask",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chain", ["5zyh_A", "2q2k_A"])
+def test_targets_of_a_chain(chain: str) -> None:
+    """Other features are compared everywhere, also frames of missing groups. The reference's float32 angles are off by 7e-6."""
+    stored = load_arrays(f"openfold/features/{chain}")
+    expected = {name.removeprefix("det."): array for name, array in stored.items() if name.startswith("det.")}
+    targets = compute_targets(expected["aatype"], expected["all_atom_positions"], expected["all_atom_mask"], chain)
+    assert len(targets) == 23
+    for name, array in targets.items():
+        assert array.shape == expected[name].shape and array.dtype.kind == expected[name].dtype.kind, name
+        error = np.abs(array - expected[name])
+        if name in DEFINED:
+            defined = expected[DEFINED[name]] > 0
+            assert error[defined].max() < 1e-5 and not array[~defined].any(), name
+        else:
+            assert error.max() < 1e-6, name
+    assert 0 < targets["backbone_rigid_mask"].mean() < 1 and targets["torsion_angles_mask"][:, 3:].any(0).all()

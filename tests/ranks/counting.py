@@ -35,21 +35,14 @@ from hpcai.train import Step, fit
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.loop import _Training
 from hpcai.train.run import Run
+from tests.reference_data import load_json
 
 PHASES = ("start", "step", "report", "evaluation", "save", "resume", "end")
 PhaseCounts = dict[str, dict[str, float]]
 """by phase: messages and file operations of one repetition, sockets at its end"""
 _FIELDS: Any = {"x": ("float32", (8,))}
 _ROWS, _STEPS, _UNCOUNTED = 16, 4, "not counted"
-_CALLS = (
-    "allreduce", "allreduce_coalesced", "broadcast", "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
-    "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base",
-    "all_to_all_single", "gather", "scatter", "send", "recv", "recv_anysource", "barrier", "monitored_barrier",
-)  # fmt: skip
-_EVENTS = {
-    "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink",
-}  # fmt: skip
+_CALLS, _EVENTS = load_json("counted_calls").values()
 
 
 @dataclass(frozen=True)

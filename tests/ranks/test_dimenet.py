@@ -14,7 +14,6 @@ from hpcai.train import Step, fit
 from tests.atoms import random_network, random_structure
 from tests.ranks.launch import on_ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = [3, 5, 1, 4, 2, 6, 3]
 SHARES = {1: [7], 2: [5, 2], 4: [1, 3, 1, 2]}  # structures of each replica
 

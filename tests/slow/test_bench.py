@@ -69,7 +69,6 @@ def test_training_needs_no_more_memory_than_the_reference(app: str, max_ratio: f
     assert row["ours_over_plain"] <= max_ratio, row
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_loop_costs_less_than_2_percent() -> None:
     """``fit`` against zero_grad, forward, backward and update within the same steps: times of two separate loops differ by 5 %,
     depending on the page tables."""
@@ -107,7 +106,6 @@ def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:
     retry(lambda row: row["plain_over_ours"] >= 1.0, lambda: run_bench(*args)["steps"][0])
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_network_of_opencatalyst_is_built_within_a_second() -> None:
     workload, mesh = find_workload("opencatalyst"), dist.single_process()
     cfg: Any = workload.load(["model.angles=detached"])
@@ -129,7 +127,6 @@ def build_parameters(millions: float = 10.0) -> nn.ParameterList:
     return nn.ParameterList([torch.randn(size) for share in shares for size in (int(share * millions * 1e6), 64)])
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_update_and_average_in_one_pass_are_twice_as_fast_as_separate_ones() -> None:
     step = Step(build_parameters(), lambda model, batch: {}, StepConfig(ema_decay=0.999, optimizer="adam"), dist.single_process())
     parameters = build_parameters()

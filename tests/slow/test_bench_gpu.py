@@ -14,7 +14,6 @@ from hpcai.cli.benchmarks import find_workload
 from hpcai.data import Endless
 from hpcai.train.capture import batch_signature
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 MEASURED = {
     "samples", "batch", "samples_s", "ms", "spread_percent", "windows", "tflop", "tflops", "of_rate", "host_ms", "ready_s", "loss",
     "joules_per_sample", "loader_samples_s", "loader_lost_percent", "finite",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.reference_data import ROOT
+
 BREAKS = tomllib.loads((ROOT / "tests/data/breaks.toml").read_text())["breaks"]
 
 

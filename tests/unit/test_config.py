@@ -1,4 +1,4 @@
-"""Settings: defaults, file and overrides, strict types, all errors at once, and the time of a refused run."""
+"""Settings: defaults, file and overrides, strict types, all errors at once, inconsistencies, and the time of a refused run."""
 
 import datetime
 import math
@@ -15,12 +15,13 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from hpcai import config
 from hpcai.config import Settings, dump, load
 from hpcai.errors import ConfigError
 from hpcai.schema import CONTROL
+from hpcai.settings import LoaderConfig, ScheduleConfig, StepConfig, TrainConfig
 from tests.reference_data import DATA, load_json
 
 PAGES = DATA / "settings"
@@ -418,3 +419,28 @@ def test_exit_codes(tmp_path, capsys, args, code, stderr):
     with pytest.raises(SystemExit) as exit_info:
         config.run(namespace["Config"], namespace["main"], args.split())
     assert (exit_info.value.code, capsys.readouterr()) == (code, ("", stderr))
+
+
+# ---- Shared settings
+
+
+@pytest.mark.parametrize(
+    "kind, kwargs, text",
+    [
+        (StepConfig, {"precision": "fp64", "moments": "bf16"}, "moments bf16 with precision fp64"),
+        (StepConfig, {"capture": "whole", "shard": "weights"}, "capture whole with shard weights is not supported"),
+        (StepConfig, {"shard_within": 2}, "shard_within is 2, but nothing is sharded"),
+        (StepConfig, {"clip_per": "sample", "clip": 0.1, "shard": "weights"}, "clip_per is sample, but shard is weights"),
+        (LoaderConfig, {"scatter": True, "reader": "gds"}, "reader gds gives samples on the GPU of each process; set scatter to"),
+        (ScheduleConfig, {"decay": "steps", "decay_at": (3.0, 1.0), "decay_to": (0.5, 0.1)}, "must rise"),
+        (TrainConfig, {"metric": "x", "better": "higher", "hopeless": 0.9, "target": 0.5}, "hopeless 0.9 is better than"),
+    ],
+)
+def test_inconsistent_settings_are_an_error(kind: type[Settings], kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        kind(**kwargs)
+
+
+def test_samples_read_by_gds_are_not_sent() -> None:
+    cases: tuple[dict[str, Any], ...] = {}, {"scatter": True}, {"reader": "gds"}
+    assert [LoaderConfig(**kwargs).loader_kwargs()["scatter"] for kwargs in cases] == ["auto", True, False]

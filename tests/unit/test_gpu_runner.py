@@ -233,7 +233,7 @@ def test_the_rungs_name_every_file_of_tests_and_every_case() -> None:
         assert all(any(word in name for name in part_names) for word in patterns)
 
 
-def test_a_rung_is_its_jobs_with_its_limits(runner: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rung_is_its_jobs_with_its_limits(runner: Harness) -> None:
     for name in ("test_step.py", "test_data.py", "test_full.py"):
         runner.file(name, PASSES)
     assert runner("--rung", "R2") == 0 and set(runner.states) == {"tests/test_step.py", "tests/test_data.py"}
@@ -246,7 +246,7 @@ def test_a_rung_is_its_jobs_with_its_limits(runner: Harness, monkeypatch: pytest
     assert all("--variants eager captured compiled-captured --seconds 4 --repeats 3" in " ".join(job.command) for job in jobs)
 
 
-def test_results_of_a_killed_benchmark_are_kept(runner: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_a_killed_benchmark_are_kept(runner: Harness) -> None:
     first = "print(json.dumps({'rows': [1]}), flush=True)"
     (runner.tests.parent / "bench.py").write_text(BENCH.replace("    time.sleep(5", f"    {first}\n    time.sleep(5"))
     assert runner("--part", "apps", "--limit", "2") == 1

@@ -5,7 +5,8 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.reference_data import ROOT
+
 KNOWN_CYCLES = {  # to be broken; then delete the entry
     ("hpcai.cli.doctor", "hpcai.cli.doctor.job"), ("hpcai.data.index", "hpcai.data.table"),
     ("hpcai.data.stage.copy", "hpcai.data.stage.job"),

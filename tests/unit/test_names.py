@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.reference_data import load_json
+from tests.reference_data import ROOT, load_json
 
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("docs/*.md"), *ROOT.glob("apps/*/README.md")]
 
 DEFINED = load_json("names/replaced")
@@ -32,13 +31,14 @@ TERMS = {
 
 
 @cache
-def sources() -> list[tuple[str, ast.Module]]:
+def sources() -> list[tuple[str, list[ast.AST]]]:
+    """Return the name and all nodes of each file."""
     paths = sorted(path for folder in ("hpcai", "apps", "data_prep", "tests") for path in (ROOT / folder).rglob("*.py"))
-    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths]
+    return [(str(path.relative_to(ROOT)), [*ast.walk(ast.parse(path.read_text()))]) for path in paths]
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def docstrings(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, ast.Module | DEFINITIONS) and (text := ast.get_docstring(node)):
             yield getattr(node, "lineno", 1), text
 
@@ -46,18 +46,18 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("package", DEFINED)
 def test_replaced_names_do_not_come_back(package: str) -> None:
     gone, back = set(DEFINED[package]), []
-    for path, tree in sources():
+    for path, nodes in sources():
         if path.startswith(package + "/"):
             back += [path] * (Path(path).stem in gone)
-            back += [f"{path}:{n.lineno} {n.name}" for n in ast.walk(tree) if isinstance(n, DEFINITIONS) and n.name in gone]
+            back += [f"{path}:{n.lineno} {n.name}" for n in nodes if isinstance(n, DEFINITIONS) and n.name in gone]
     assert not back, f"{back}: these names were replaced; docs/glossary.md and CONTRIBUTING.md have today's"
 
 
 def test_variables_are_named_after_their_content() -> None:
     back = []
-    for path, tree in sources():
-        fields = {n.target for c in ast.walk(tree) if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, ast.AnnAssign)}
-        for node in {*ast.walk(tree)} - fields:  # of records, which may be keys of JSON
+    for path, nodes in sources():
+        fields = {n.target for c in nodes if isinstance(c, ast.ClassDef) for n in c.body if isinstance(n, ast.AnnAssign)}
+        for node in {*nodes} - fields:  # of records, which may be keys of JSON
             name = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else getattr(node, "arg", None)
             if name in VARIABLES and not isinstance(node, ast.keyword):
                 back.append(f"{path}:{node.lineno} {name}")
@@ -65,7 +65,7 @@ def test_variables_are_named_after_their_content() -> None:
 
 
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
-    back = [f"{path}:{line} {text[:40]!r}" for path, tree in sources() for line, text in docstrings(tree) if OPENINGS.match(text)]
+    back = [f"{path}:{line} {text[:40]!r}" for path, nodes in sources() for line, text in docstrings(nodes) if OPENINGS.match(text)]
     assert not back, f"{len(back)} docstrings open with a relative clause: {back[:20]}"
 
 
@@ -75,8 +75,8 @@ def test_pages_docstrings_and_messages_use_the_terms_of_the_field(term: str) -> 
     for page in PAGES:
         text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.S)
         back += [f"{page.relative_to(ROOT)}: {match[0]!r}" for match in pattern.finditer(text)]
-    for path, tree in sources():
-        strings = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    for path, nodes in sources():
+        strings = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         if path != "tests/unit/test_names.py":
             back += [f"{path}:{n.lineno} {match[0]!r}" for n in strings for match in pattern.finditer(n.value)]
     assert not back, f"write {TERMS[term]}: {back[:20]}"

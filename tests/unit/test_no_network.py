@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.offline import REFUSED, run_offline
-from tests.reference_data import load_json
+from tests.reference_data import ROOT, load_json
 
-ROOT = Path(__file__).resolve().parents[2]
 IMPORTS = """
 import importlib, pkgutil
 import apps, data_prep, hpcai

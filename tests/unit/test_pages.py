@@ -9,14 +9,13 @@ import sys
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpcai import cli, config
+from tests.reference_data import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CHANGELOG.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
 PAGES += [f"apps/{p.parent.name}/README.md" for p in (ROOT / "apps").glob("*/README.md")]
 LAUNCHERS = re.compile(

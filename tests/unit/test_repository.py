@@ -17,10 +17,9 @@ import pytest
 import yaml
 
 from tests.offline import run_offline
-from tests.reference_data import DATA, check_subsample, subsample
+from tests.reference_data import DATA, ROOT, check_subsample, subsample
 from tests.tracked import tracked_files
 
-ROOT = DATA.parents[1]
 BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "docs/new_model.md")
 SUITE = ("apps", "data_prep", "slurm")
 
@@ -170,7 +169,7 @@ def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_ne
     assert (tmp_path / "run/model.safetensors").is_file()
 
 
-def test_errors_of_hpcai_run_and_prepare_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_hpcai_run_and_prepare_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from hpcai.cli import apps, main
 
     for args, expected in (

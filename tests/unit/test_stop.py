@@ -12,9 +12,8 @@ from unittest.mock import Mock
 import pytest
 
 from hpcai import stop
-from tests.reference_data import load_json
+from tests.reference_data import ROOT, load_json
 
-ROOT = Path(__file__).resolve().parents[2]
 CASES = load_json("interruptions")
 RUN = """
 import sys, time
@@ -53,7 +52,7 @@ def test_exit_codes_after_signals(sleeps: list[float], states: list[str], code: 
     assert run(sleeps, *states) == code
 
 
-def test_an_ignored_hangup_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ignored_hangup_stays_ignored() -> None:
     """As nohup starts a program."""
     before, received = signal.signal(signal.SIGHUP, signal.SIG_IGN), []
     try:

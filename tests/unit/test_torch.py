@@ -8,23 +8,10 @@ from pathlib import Path
 
 import torch
 
+from tests.reference_data import load_json
+
 ROOT = Path(__file__).resolve().parents[2]
-# Old names in use by torch's own pages and other libraries, and operations of its optimizers and kernels.
-REQUIRED = {
-    "torch._C.DisableTorchFunction", "torch._C._are_functorch_transforms_active", "torch._C._functorch",
-    "torch._foreach_add", "torch._foreach_add_", "torch._foreach_mul",
-    "torch._foreach_norm", "torch._foreach_sub", "torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_",
-    "torch._scaled_mm", "torch._dynamo.config.recompile_limit", "torch._dynamo.reset", "torch._dynamo.utils",
-    "torch._inductor.config", "torch._subclasses.fake_tensor", "torch.ops.aten._convolution",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-    "torch.ops.aten._softmax_backward_data", "torch.ops.aten._unsafe_view", "torch.utils._python_dispatch", "torch.utils._pytree",
-}  # fmt: skip
-# Used after a test of their presence, or in a try statement, with a fall-back.
-OPTIONAL = {
-    "torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool", "torch._C._dynamo.eval_frame", "torch._dynamo",
-    "torch._dynamo.convert_frame",
-}  # fmt: skip
+NAMES = load_json("names/torch")
 _PRIVATE = re.compile(r"\._(?!_)")
 
 
@@ -62,10 +49,10 @@ def test_private_names_of_torch_exist_or_have_a_fall_back() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             used |= dict.fromkeys(private_names(ast.parse(path.read_text())), str(path.relative_to(ROOT)))
     # A module in the lists allows all of its names.
-    allowed = {*REQUIRED, *OPTIONAL}
+    allowed = {*NAMES["required"], *NAMES["optional"]}
     new = {name: path for name, path in used.items() if not any(name == each or name.startswith(f"{each}.") for each in allowed)}
     prefixes = {name for name in new if any(each.startswith(f"{name}.") for each in used)}
     assert not new.keys() - prefixes, f"new private names of torch {torch.__version__}; find a public one, or test its presence"
     assert not {each for each in allowed if not any(name == each or name.startswith(f"{each}.") for name in used)}, "no longer used"
-    absent = sorted(name for name in REQUIRED if not exists(name))
+    absent = sorted(name for name in NAMES["required"] if not exists(name))
     assert not absent, f"torch {torch.__version__} has no {', '.join(absent)}"

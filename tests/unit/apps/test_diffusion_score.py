@@ -38,7 +38,7 @@ from tests.reference_data import load_json
 
 _REASON = "transformers is not installed: FID and CLIP of images are NOT tested; pip install hpcai-suite[latents]"
 transformers: Any = pytest.importorskip("transformers", reason=_REASON)
-pytestmark = pytest.mark.usefixtures("one_thread", "quiet_hugging_face")
+pytestmark = pytest.mark.usefixtures("quiet_hugging_face")
 
 TOKENS, CHANNELS, CLIP_SIZE, FEATURES = 9, 8, 8, 5  # tokens of a caption and their channels, side of a CLIP image
 CAPTIONS = ["a red cat", "the moon on a dog", "green green dog", "blue", "a cat on the moon"]

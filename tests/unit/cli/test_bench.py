@@ -9,7 +9,6 @@ import pytest
 from hpcai.cli import apps, bench, main
 from hpcai.cli.bench import app, timing
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = ["model.size=32", "model.filters=2", "data.batch=1"]
 
 

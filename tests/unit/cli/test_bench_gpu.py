@@ -19,9 +19,6 @@ from hpcai.cli.benchmarks import find_workload
 from hpcai.kernels import attention, triton_support
 from tests.reference_data import load_json
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # ---- clocks
 
 

@@ -6,15 +6,13 @@ import runpy
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from hpcai import cli
 from hpcai.cli import doctor
 from hpcai.cli.apps import list_apps
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.reference_data import ROOT
 
 # ---------------------------------------------------------------------------------------------------- the command
 
@@ -46,7 +44,8 @@ for program in PROGRAMS:
         os.wait()
         continue
     module, *words = program.split()
-    heavy = {"torch", "scipy", "matplotlib", "mpi4py.MPI"} | (set() if module.startswith("data_prep") else {"numpy"})
+    heavy = {"torch", "scipy", "matplotlib", "mpi4py.MPI"}
+    heavy |= set() if module.startswith("data_prep") else {"numpy", "h5py", "rich"}
     sys.argv = [module, *words, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -12,7 +12,6 @@ import pytest
 def open_resources() -> Counter[str]:
     """Return the paths of open files and the names of threads, with their counts; the thread of waits remains by design."""
     links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    threads = [thread.name for thread in threading.enumerate() if thread.name != "hpcai-waits"]
     targets = [os.readlink(link) for link in links if os.path.lexists(link)]  # the descriptor of the listing is closed
     threads = [thread.name for thread in threading.enumerate() if thread.name != "hpcai-waits"]  # one for the whole process
     return Counter([target for target in targets if target.startswith("/")] + threads)

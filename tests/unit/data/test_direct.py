@@ -136,17 +136,6 @@ def test_memory_is_reused_after_the_last_view() -> None:
     assert memory.allocate(1 << 20).ctypes.data == address
 
 
-def test_a_tensor_keeps_its_memory_alive() -> None:
-    import torch
-
-    memory = MemoryPool()
-    tensor = torch.from_numpy(memory.allocate(1 << 16)).view(torch.float32)[5:]
-    tensor.fill_(3.0)
-    for _ in range(20):
-        memory.allocate(1 << 16)[:] = 0xFF
-    assert (tensor == 3.0).all()
-
-
 @given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=30))
 @settings(max_examples=30)
 def test_unused_memory_stays_within_its_bound(sizes: list[int]) -> None:

@@ -138,7 +138,7 @@ def test_rows_are_the_same_with_and_without_a_table(
     restored.close()
 
 
-def test_tables_do_not_change_the_identity(dataset: tuple[Path, Any], tmp_path: Path) -> None:
+def test_tables_do_not_change_the_identity(dataset: tuple[Path, Any]) -> None:
     lines = "\n".join(f"u{i}.h5 {n} {(dataset[0] / f'u{i}.h5').stat().st_size}" for i, n in enumerate(ROWS))
     assert Rows(dataset[0], FIELDS).identity == f"4 files, 10 rows, {hashlib.sha256(lines.encode()).hexdigest()[:12]}"
 

@@ -1,14 +1,13 @@
-"""Attention and outer products equal their references in values and gradients, with chunks of any size."""
+"""Attention and outer products equal their references in values and gradients, with chunks of any size; gates run their kernels."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hpcai.kernels import attention, outer_product
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from hpcai.kernels import attention, gates, outer_product
 
 
 def compare(fused: Callable[..., Tensor], reference: Callable[..., Tensor], args: Sequence[Tensor | None], wrt: list[int]) -> None:
@@ -74,3 +73,16 @@ def test_outputs_and_gradients_of_half_precision_keep_their_dtypes(dtype: torch.
     assert out.dtype == dtype and [g.dtype for g in grads] == [dtype, torch.float32, dtype]
     wide = attention.reference(qkvg.double(), gate_bias.double(), torch.ones(1, 3, 4).double(), bias.double())
     assert (out.double() - wide).norm() <= torch.finfo(dtype).eps * wide.norm()
+
+
+# ---- gates
+
+
+def test_kernels_run_for_their_dtypes_only_and_torch_compile_traces_the_reference(kernel_calls: Any) -> None:
+    calls, narrow, wide = kernel_calls("gates", gate=gates.reference), torch.ones(2, 6), torch.ones(2, 6, dtype=torch.float64)
+    for x, g in ((wide, wide), (narrow.half(), narrow.half()), (narrow[:1], narrow), (narrow.bfloat16(), narrow)):
+        gates.gate(x, g)
+    compiled = torch.compile(gates.gate, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(narrow, 2 * narrow, None), gates.reference(narrow, 2 * narrow)) and not calls, "the reference"
+    gates.gate(narrow, narrow, narrow[:, :1]), gates.gate(narrow.bfloat16(), narrow.bfloat16())
+    assert calls == [("gate", torch.float32), ("gate", torch.bfloat16)]

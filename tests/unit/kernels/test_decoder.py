@@ -12,8 +12,6 @@ from torch.nn.attention.bias import causal_lower_right
 from hpcai.kernels import activations, rmsnorm, rotary, triton_support, varlen_attention
 from hpcai.kernels.grouped_query_attention import grouped_query_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))

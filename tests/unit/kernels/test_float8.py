@@ -14,7 +14,6 @@ from hpcai.plan.cost import estimate_cost
 from hpcai.plan.machines import find_machine
 from hpcai.plan.step_trace import Kernel, traced_job
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TINY = torch.finfo(torch.float32).smallest_normal

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from hpcai.kernels.layernorm import layer_norm, reference
 from hpcai.nn import LayerNorm
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def kernel(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return reference(x, weight.to(x.dtype), bias.to(x.dtype), eps).to(dtype)

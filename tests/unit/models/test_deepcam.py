@@ -96,7 +96,7 @@ def test_the_two_initialisations() -> None:
 # ---- named fields
 
 
-def test_masks_of_named_fields(one_thread: None) -> None:
+def test_masks_of_named_fields() -> None:
     model, inputs = new_model(), fields()
     masks = model.segment(inputs)
     assert list(masks) == list(CLASSES) and all(mask.shape == (32, 48) and mask.dtype == bool for mask in masks.values())

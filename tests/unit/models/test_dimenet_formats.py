@@ -14,7 +14,6 @@ from ase.constraints import FixAtoms
 from torch_geometric.data import Batch as Geometric
 from torch_geometric.data import Data
 from torch_geometric.nn.models import DimeNetPlusPlus
-from torch_geometric.nn.models import dimenet as pyg_dimenet
 
 from hpcai.errors import DataError
 from hpcai.models.dimenet import DimeNet, DimeNetConfig, build_structure, pyg_kwargs, read_frames, to_ase, to_data
@@ -138,29 +137,6 @@ def pyg(tmp_path_factory: pytest.TempPathFactory) -> tuple[DimeNet, Any, Path]:
     net = DimeNetPlusPlus(**pyg_kwargs(TINY)).double()
     net.load_state_dict(torch.load(path, weights_only=True))
     return model, net, path
-
-
-def test_pyg_forward_gives_the_same_energies(pyg: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace only the two functions of PyTorch Geometric that need a compiled extension."""
-    model, net, _ = pyg
-    monkeypatch.setattr(pyg_dimenet, "radius_graph", lambda pos, r, batch, max_num_neighbors: radius_graph(pos, batch, r))
-    monkeypatch.setattr(pyg_dimenet, "triplets", triplets)
-    structures = [build_structure(molecule(name), **KWARGS) for name in ("CH3CH2OH", "H2O", "C6H6")]
-    data = to_data(structures)
-    actual = net(data.z, data.pos, data.batch)[:, 0].tolist()
-    expected = [energy for energy, _ in model.energy_and_forces(structures)]
-    assert max(map(abs, expected)) > 0.1 and actual == pytest.approx(expected, rel=1e-5)  # PyG has constants in float32
-
-
-def radius_graph(positions: torch.Tensor, batch: torch.Tensor, cutoff: float) -> torch.Tensor:
-    close = (torch.cdist(positions, positions) < cutoff) & (batch[:, None] == batch) & ~torch.eye(len(batch), dtype=torch.bool)
-    return close.nonzero().T.flip(0)
-
-
-def triplets(edges: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
-    j, i = edges
-    ji, kj = ((j[:, None] == i) & (i[:, None] != j)).nonzero().T
-    return i, j, i[ji], j[ji], j[kj], kj, ji
 
 
 def test_exported_weights_load_again(pyg: Any, tmp_path: Path) -> None:

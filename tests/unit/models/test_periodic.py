@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hpcai.errors import DataError
 from hpcai.models.dimenet.periodic import NeighbourList, check_atoms, neighbour_list
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 Structure = tuple[Any, Any, Any]
 
 

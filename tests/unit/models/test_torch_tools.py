@@ -33,7 +33,6 @@ from tests.ranks.test_diffusion_transformers import new_model
 from tests.unit.models.diffusion.test_unet import new_unet, randn
 from tests.unit.models.openfold.test_model import ALL, network
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, TIMES = torch.arange(12).reshape(2, 6), torch.tensor([0.1, 0.7], dtype=torch.float64)
 TEXT = Condition(tokens=randn(2, 3, 5), pooled=randn(2, 3), guidance=TIMES)
 # The network, and the arguments of its call; activation recomputation where a model has it

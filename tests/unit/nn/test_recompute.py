@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from hpcai.nn.recompute import cheap, recompute_cheap
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def silu(x: Tensor) -> Tensor:
     silu.calls += 1  # type: ignore[attr-defined]

@@ -139,7 +139,7 @@ def test_only_missing_progress_is_a_hang(tmp_path: Path, monkeypatch: pytest.Mon
     assert watch(tmp_path, monkeypatch, lambda: time.sleep(4)), "the first step may take four times as long, but not longer"
 
 
-def test_steps_and_batches_of_an_evaluation_count(tmp_path: Path) -> None:
+def test_steps_and_batches_of_an_evaluation_count() -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
         return {"loss": model(batch).square().mean()}
 

@@ -35,17 +35,9 @@ def write_nan(path: Path, row: int = 1) -> None:
         file["target"][row, 2] = np.nan
 
 
-def test_help_imports_neither_torch_nor_numpy() -> None:
-    code = (
-        "import sys, hpcai.cli\n"
-        "try: hpcai.cli.main(['data', 'check', '--help'])\n"
-        "except SystemExit as end: print('code', end.code)\n"
-        "print([name for name in ('torch', 'numpy', 'h5py', 'rich') if name in sys.modules])\n"
-        "import hpcai.cli.check.examination, hpcai.cli.check.indexing\n"
-        "print('torch' in sys.modules)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.endswith("code 0\n[]\nFalse\n") and "--step-time SECONDS" in out
+def test_an_examination_does_not_import_torch() -> None:
+    code = "import sys, hpcai.cli.check.examination, hpcai.cli.check.indexing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_findings_are_grouped_and_the_first_five_shown(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,6 @@ from hpcai.train.compiling import repeated_blocks
 from tests.reference_data import load_json
 from tests.unit.models.operation_checks import saved_tensor_bytes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 8, "layers": 2, "heads": 2, "head": 16, "classes": 3, "zero": False}
 FLUX: dict[str, Any] = {
     "inputs": 8, "double": 2, "single": 2, "heads": 2, "head": 16, "tokens": 5, "pooled": 3, "turned": (4, 4, 8), "zero": False,

@@ -12,7 +12,6 @@ from hpcai.errors import DataError
 from hpcai.models.diffusion import UNCONDITIONAL, Condition, UNet, UNetConfig
 from hpcai.models.diffusion.blocks import FORMATS, resize
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH = 3
 SMALL: dict[str, Any] = {
     "inputs": 2, "outputs": 2, "channels": (8, 12), "heads": (2, 3), "groups": 4, "blocks": 1, "tokens": None, "zero": False,

@@ -11,7 +11,6 @@ from hpcai.errors import DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, folding, read_mmcif
 from tests import proteins
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = FeatureConfig.preset("evaluation", clusters=4, extra=4, templates=1)
 SEQUENCE = "MKVLAAGXWW"
 

@@ -19,7 +19,6 @@ from hpcai.train import Step
 from tests import proteins
 from tests.proteins import without_dropout
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
 network = partial(proteins.random_network, heads={"plddt": 16, "tm": True})
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from hpcai.models.openfold import residues, violations
 from hpcai.models.openfold.violations import bond_violations, clash_overlap
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def atoms(length: int, seed: int = 0, spread: float = 4.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return residues close to one another, with a gap in the chain before residue 4."""
