@@ -30,13 +30,13 @@ def make_inputs(dtype: torch.dtype = torch.float64, **options: float) -> tuple[L
     return LMHead(8, 11, **options).to(dtype), hidden, targets, torch.randn(3, 7, dtype=torch.promote_types(dtype, torch.float32))
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 0.7, "z_loss": 0.1}], ids=["plain", "softcap and z-loss"])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 0.7, "z_loss": 0.1}], ids=["plain", "softcap and z-loss"])
 @pytest.mark.parametrize("is_sum", [True, False])
 @pytest.mark.parametrize("size", [1, 4, 256])
-def test_chunks_give_the_unchunked_loss_and_gradients(size: int, is_sum: bool, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_give_the_unchunked_loss_and_gradients(size: int, is_sum: bool, extra: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_head, "_CPU", 1)
     monkeypatch.setattr(lm_head, "_CPU_TOKENS", size)
-    head, hidden, targets, grad_output = make_inputs(**options)
+    head, hidden, targets, grad_output = make_inputs(**extra)
     if is_sum:
         grad_output = torch.tensor(-0.3, dtype=torch.float64).expand(3, 7)
     expected = unchunked(head, hidden, targets)
