@@ -245,4 +245,4 @@ def _loss_head(cfg: Config, sizes: MeshSizes, tokens: int) -> float:
     logits, trained, both = chunk * vocabulary, weight if cfg.lora is None else 0, wide + product * (product != wide)
     final = m.width * (tokens // n * (hidden + product) + tokens * product * (n > 1)) + product * weight * (hidden != product)
     earlier = wide * trained * (tokens > chunk)  # the gradient of the weight by other chunks
-    return final + product * m.width * tokens + max(earlier + logits * both, logits * product + trained * both)
+    return final + product * m.width * tokens + max(earlier + logits * 2 * wide, logits * product + trained * both)

@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.kernels.chunking import chunk_size
-from hpcai.kernels.triton_support import needs_plain_ops
+from hpcai.kernels.triton_support import needs_plain_ops, on_cpu
+from hpcai.nn.matmul import cast_to_autocast
 
 IGNORE_INDEX = -1  # a target that does not count
 _CPU = 8 << 20  # bytes of the logits of a chunk on a CPU
@@ -71,9 +72,7 @@ class LMHead(nn.Linear):
 
     @disable_dynamo
     def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        device, weight, z_loss = hidden.device.type, self.weight, self.z_loss if self.training else 0.0
-        if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # autocast does not see a custom function
-            hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
+        hidden, weight, z_loss = cast_to_autocast(hidden), cast_to_autocast(self.weight), self.z_loss if self.training else 0.0
         if needs_plain_ops() and type(self.vocab) is VocabShard:
             logits = self._cap(F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)))
             target = logits.gather(-1, targets.clamp(0, len(weight) - 1)[..., None])[..., 0]
@@ -149,9 +148,9 @@ def _run_chunks(
 ) -> None:  # fmt: skip
     """Compute ``gradients`` for the upstream gradients ``scale``; and ``logsumexp`` and the logits of targets, unless ``target`` is
     None and ``logsumexp`` known. These three are [T]."""
-    softcap, local = head.softcap or 0.0, targets.reshape(-1) - head.vocab.start
-    is_local = (local >= 0) & (local < len(weight))
-    index = local.where(is_local, 0)[:, None]
+    softcap, entry = head.softcap or 0.0, targets.reshape(-1) - head.vocab.start
+    is_local = (entry >= 0) & (entry < len(weight))
+    index = entry.where(is_local, 0)[:, None]
     item_bytes = 4 * -(-head.out_features // head.vocab.ranks)  # equal on all ranks, so that they have equally many chunks
     step = chunk_size(rows, item_bytes, max(_CPU, _CPU_TOKENS * item_bytes))
     for begin in range(0, max(len(rows), 1), step):
@@ -165,9 +164,10 @@ def _run_chunks(
         else:
             at_target = logits.gather(-1, index[chunk])[:, 0].where(is_local[chunk], 0)
             top = logits.amax(-1)
-            total = logits.sub_(top[:, None]).exp_().sum(-1)  # torch's logsumexp would need as much memory again
-            logsumexp[chunk], target[chunk] = head.vocab.all_reduce(total.log_().add_(top), at_target)
-            factor = factor * (top - logsumexp[chunk]).exp()
+            logits = torch.softmax(logits, -1, out=logits if on_cpu(logits) else None)  # reads each row before it writes it
+            local = top.sub_(logits.amax(-1).log_())  # logsumexp: the largest probability is exp(top - logsumexp)
+            logsumexp[chunk], target[chunk] = head.vocab.all_reduce(local, at_target)
+            factor = factor * (local - logsumexp[chunk]).exp()
         if gradients is not None:
             factor = factor * (1 + 2 * z_loss * logsumexp[chunk]) if z_loss else factor
             logits.mul_(factor[:, None]).scatter_add_(-1, index[chunk], -(scale[chunk] * is_local[chunk])[:, None])
