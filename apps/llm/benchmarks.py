@@ -94,11 +94,9 @@ def _random_metadata(cfg: Any) -> TextMetadata:
 
 
 class _AllLogits(LMHead):
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        logits = F.linear(hidden, self.weight)
-        if targets is None:
-            return logits
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(hidden, self.weight).flatten(0, 1).float()
+        losses = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return losses.view(targets.shape)
 
 

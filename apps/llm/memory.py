@@ -251,11 +251,11 @@ def _layer_backward(cfg: Config, sizes: MeshSizes, tokens: int) -> float:
 
 
 def _loss_head(cfg: Config, sizes: MeshSizes, tokens: int) -> float:
-    """Return the bytes of the last norm, and of a chunk of logits in the backward pass (hpcai.nn.lm_head)."""
+    """Return the bytes of the last norm, and of a chunk of logits with its gradients (hpcai.nn.lm_head)."""
     m, n, (hidden, product) = cfg.model, sizes.tensor, _element_bytes(cfg)
     wide, vocabulary = max(hidden, 4), -(-m.vocabulary // n)
-    logits, weight = min(tokens, max(_LOGITS // (4 * vocabulary), 1)) * vocabulary, vocabulary * m.width
-    trained = weight if cfg.lora is None else 0
+    chunk, weight = min(tokens, max(_LOGITS // (4 * vocabulary), 1)), vocabulary * m.width
+    logits, trained, both = chunk * vocabulary, weight if cfg.lora is None else 0, wide + product * (product != wide)
     final = m.width * (tokens // n * (hidden + product) + tokens * product * (n > 1)) + product * weight * (hidden != product)
-    at_once = logits * (wide + product * (product != wide))
-    return final + product * m.width * tokens + wide * trained + max(at_once, (logits + trained) * product)
+    earlier = wide * trained * (tokens > chunk)  # the gradient of the weight by other chunks
+    return final + product * m.width * tokens + max(earlier + logits * 2 * wide, logits * product + trained * both)

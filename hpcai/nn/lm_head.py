@@ -3,8 +3,9 @@
 T tokens, C channels, V vocabulary entries, sharded over n ranks or, without ``hpcai.parallel.tensor``, on one.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +14,18 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.kernels.chunking import chunk_size
-from hpcai.kernels.triton_support import needs_plain_ops
+from hpcai.kernels.triton_support import needs_plain_ops, on_cpu
+from hpcai.nn.matmul import cast_to_autocast
 
 IGNORE_INDEX = -1  # a target that does not count
 _CPU = 8 << 20  # bytes of the logits of a chunk on a CPU
+_CPU_TOKENS = 256  # of a chunk on a CPU, at least: with fewer, products take much longer for reading weights and adding gradients
 
 
 class VocabShard:
     """The vocabulary entries held by this rank. The default holds all; ``hpcai.parallel.tensor`` substitutes a shard."""
 
-    start = 0  # the first local entry
+    ranks, start = 1, 0  # ranks that share the vocabulary, the first local entry
 
     def gather_hidden(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all tokens, from those of this rank."""
@@ -45,79 +48,138 @@ class LMHead(nn.Linear):
     """hidden [..., C] -> logits [..., V]; with ``targets`` [...] -> the cross entropy of each token [...], in float32 or wider.
 
     It is 0 where the target is ``IGNORE_INDEX``, and NaN where the target is no vocabulary entry. Logits are computed in chunks of
-    tokens, and recomputed in the backward pass.
+    tokens, once if the loss is a multiple of the sum over tokens, otherwise again in the backward pass.
+
+    Args:
+        softcap: Logits, also those that are returned, are softcap * tanh(logits / softcap) (Gemma 2; Gemma Team 2024).
+        z_loss: In training mode, z_loss * logsumexp(logits)**2 is added to the loss of each counted token, which keeps logits from
+            growing (PaLM; Chowdhery et al. 2022). In evaluation mode the loss is the cross entropy alone.
     """
 
     vocab = VocabShard()
 
-    def __init__(self, channels: int, vocab_size: int) -> None:
+    def __init__(self, channels: int, vocab_size: int, softcap: float | None = None, z_loss: float = 0.0) -> None:
         super().__init__(channels, vocab_size, bias=False)
+        self.softcap, self.z_loss = softcap, z_loss
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
-            return self.vocab.gather_logits(F.linear(self.vocab.gather_hidden(hidden), self.weight))
+            return self.vocab.gather_logits(self._cap(F.linear(self.vocab.gather_hidden(hidden), self.weight)))
         return self._cross_entropy(hidden, targets)
+
+    def _cap(self, logits: Tensor) -> Tensor:
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_() * self.softcap
 
     @disable_dynamo
     def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        device, weight = hidden.device.type, self.weight
-        if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:  # autocast does not see a custom function
-            hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
+        hidden, weight, z_loss = cast_to_autocast(hidden), cast_to_autocast(self.weight), self.z_loss if self.training else 0.0
         if needs_plain_ops() and type(self.vocab) is VocabShard:
-            logits = F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)).log_softmax(-1)
-            loss = -logits.gather(-1, targets.clamp(0, len(weight) - 1)[..., None])[..., 0].where(targets != IGNORE_INDEX, 0)
-        else:
-            loss = _ChunkedCrossEntropy.apply(hidden, weight, targets, self.vocab)
-        return loss.masked_fill((targets != IGNORE_INDEX) & ((targets < 0) | (targets >= self.out_features)), torch.nan)
+            logits = self._cap(F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)))
+            target = logits.gather(-1, targets.clamp(0, len(weight) - 1)[..., None])[..., 0]
+            return self._losses(logits.logsumexp(-1), target, targets, z_loss)
+        return _ChunkedCrossEntropy.apply(hidden, weight, targets, self, z_loss, torch.is_grad_enabled())
+
+    def _losses(self, logsumexp: Tensor, target: Tensor, targets: Tensor, z_loss: float) -> Tensor:
+        """Return the losses, from logsumexp and the logits of the targets, all [...]."""
+        loss = logsumexp - target + (z_loss * logsumexp.square() if z_loss else 0.0)
+        return loss.where(self._is_counted(targets), torch.nan).masked_fill(targets == IGNORE_INDEX, 0)
+
+    def _is_counted(self, targets: Tensor) -> Tensor:
+        return (targets >= 0) & (targets < self.out_features)
+
+
+@dataclass(eq=False)
+class _Gradients:
+    """Gradients of the rows [T, C], if needed, and of the weight [V, C], in float32 or wider, as far as it is computed."""
+
+    rows: Tensor | None
+    needs_weight: bool
+    weight: Any = None
+
+
+# Gradients that the forward pass of a head has computed, by its id, until a backward pass takes them. Further forward passes before
+# it leave theirs to the backward pass: memory holds one gradient of the weight, not that of each micro-batch in a pipeline.
+_pending = WeakValueDictionary[int, _Gradients]()
 
 
 class _ChunkedCrossEntropy(UntransformedFunction):
+    """The loss is linear in its upstream gradient: the forward pass computes the gradients for 1 from the logits that it has (as
+    Hsu et al., "Liger Kernel", 2024), and the backward pass scales them. That of the weight is a sum over tokens, which can be
+    scaled if autograd expands one upstream gradient to all tokens, as for their sum. Otherwise, as for weights of tokens or
+    ``mean``, logits and this gradient are computed again: strides tell, without waiting for a GPU."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab: VocabShard) -> Tensor:
-        full = vocab.gather_hidden(hidden)
-        rows, local = full.reshape(-1, full.shape[-1]), targets.reshape(-1) - vocab.start
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        logsumexp, target = (torch.empty(len(rows), dtype=wide, device=rows.device) for _ in range(2))
-        for chunk in _chunks(rows, weight):
-            logits = F.linear(rows[chunk], weight).to(wide)
-            index, is_local = _local_targets(local[chunk], weight)
-            target[chunk] = logits.gather(-1, index)[:, 0].where(is_local, 0)
-            top = logits.amax(-1)
-            logsumexp[chunk] = logits.sub_(top[:, None]).exp_().sum(-1).log_().add_(top)  # torch's would need as much again
-            del logits  # before the next chunk is allocated
-        logsumexp, target = vocab.all_reduce(logsumexp, target)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: LMHead, z_loss: float, is_grad: bool) -> Tensor:
+        needs_rows, needs_weight, *_ = ctx.needs_input_grad
+        rows = head.vocab.gather_hidden(hidden).reshape(-1, hidden.shape[-1])
+        ctx.head, ctx.z_loss, ctx.gradients = head, z_loss, None
+        if is_grad and (needs_rows or needs_weight) and not (needs_weight and id(head) in _pending):
+            ctx.gradients = _pending[id(head)] = _Gradients(torch.empty_like(rows) if needs_rows else None, needs_weight)
+        scale = head._is_counted(targets).reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
+        logsumexp, target = torch.empty_like(scale), torch.empty_like(scale)
+        _run_chunks(rows, weight, targets, head, z_loss, scale, ctx.gradients, logsumexp, target)
         ctx.save_for_backward(hidden, weight, targets, logsumexp)
-        ctx.vocab = vocab
-        return (logsumexp - target).view(targets.shape).where(targets != IGNORE_INDEX, 0)
+        return head._losses(logsumexp.view(targets.shape), target.view(targets.shape), targets, z_loss)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         hidden, weight, targets, logsumexp = ctx.saved_tensors
-        vocab: VocabShard = ctx.vocab
-        full = vocab.gather_hidden(hidden)
-        rows, local = full.reshape(-1, full.shape[-1]), targets.reshape(-1) - vocab.start
-        scale = grad.reshape(-1).where(targets.reshape(-1) != IGNORE_INDEX, 0)
-        drows = torch.empty_like(rows)
-        dweight = torch.zeros_like(weight, dtype=logsumexp.dtype) if ctx.needs_input_grad[1] else None
-        for chunk in _chunks(rows, weight):
-            grad_logits = F.linear(rows[chunk], weight).to(logsumexp.dtype).sub_(logsumexp[chunk, None]).exp_()
-            index, is_local = _local_targets(local[chunk], weight)
-            grad_logits.scatter_add_(-1, index, -is_local[:, None].to(grad_logits.dtype))
-            grad_logits = grad_logits.mul_(scale[chunk, None]).to(weight.dtype)
-            torch.mm(grad_logits, weight, out=drows[chunk])
-            if dweight is not None:
-                dweight += grad_logits.T @ rows[chunk]
-            del grad_logits
-        return vocab.reduce_grad_input(drows.view(full.shape)), None if dweight is None else dweight.to(weight.dtype), None, None
+        head, (needs_rows, needs_weight, *_) = ctx.head, ctx.needs_input_grad
+        scale = grad.where(head._is_counted(targets), 0).reshape(-1)
+        drows, dweight = (None, None) if ctx.gradients is None else (ctx.gradients.rows, ctx.gradients.weight)
+        ctx.gradients = None  # scaled in place: another backward pass computes them again
+        if drows is not None:
+            drows.mul_(scale[:, None])
+        if dweight is not None:  # without strides, ``grad`` is one value, expanded
+            dweight = None if any(grad.stride()) else dweight.mul_(grad.flatten()[:1].sum())
+        if (needs_rows and drows is None) or (needs_weight and dweight is None):
+            rows = head.vocab.gather_hidden(hidden).reshape(-1, hidden.shape[-1])
+            gradients = _Gradients(torch.empty_like(rows) if needs_rows and drows is None else None, needs_weight)
+            _run_chunks(rows, weight, targets, head, ctx.z_loss, scale, gradients, logsumexp)
+            drows, dweight = gradients.rows if drows is None else drows, gradients.weight
+        dhidden = None if drows is None else head.vocab.reduce_grad_input(drows.view(*targets.shape, hidden.shape[-1]))
+        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
 
 
-def _chunks(rows: Tensor, weight: Tensor) -> Iterator[slice]:
-    step = chunk_size(rows, 4 * len(weight), _CPU)
-    return (slice(begin, begin + step) for begin in range(0, len(rows), step))
-
-
-def _local_targets(targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the local vocabulary entry of each target [T, 1], 0 if it is on another rank, and whether it is local [T]."""
-    is_local = (targets >= 0) & (targets < len(weight))
-    return targets.where(is_local, 0)[:, None], is_local
+def _run_chunks(
+    rows: Tensor, weight: Tensor, targets: Tensor, head: LMHead, z_loss: float, scale: Tensor, gradients: _Gradients | None,
+    logsumexp: Tensor, target: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Compute ``gradients`` for the upstream gradients ``scale``; and ``logsumexp`` and the logits of targets, unless ``target`` is
+    None and ``logsumexp`` known. These three are [T]."""
+    softcap, entry = head.softcap or 0.0, targets.reshape(-1) - head.vocab.start
+    is_local = (entry >= 0) & (entry < len(weight))
+    index = entry.where(is_local, 0)[:, None]
+    item_bytes = 4 * -(-head.out_features // head.vocab.ranks)  # equal on all ranks, so that they have equally many chunks
+    step = chunk_size(rows, item_bytes, max(_CPU, _CPU_TOKENS * item_bytes))
+    for begin in range(0, max(len(rows), 1), step):
+        chunk = slice(begin, begin + step)
+        logits = F.linear(rows[chunk], weight).to(logsumexp.dtype)
+        tanh = logits.div_(softcap).tanh_() if softcap else None
+        logits = logits if tanh is None else tanh * softcap
+        factor = scale[chunk]
+        if target is None:
+            logits.sub_(logsumexp[chunk, None]).exp_()
+        else:
+            at_target = logits.gather(-1, index[chunk])[:, 0].where(is_local[chunk], 0)
+            top = logits.amax(-1)
+            logits = torch.softmax(logits, -1, out=logits if on_cpu(logits) else None)  # reads each row before it writes it
+            local = top.sub_(logits.amax(-1).log_())  # logsumexp: the largest probability is exp(top - logsumexp)
+            logsumexp[chunk], target[chunk] = head.vocab.all_reduce(local, at_target)
+            factor = factor * (local - logsumexp[chunk]).exp()
+        if gradients is not None:
+            factor = factor * (1 + 2 * z_loss * logsumexp[chunk]) if z_loss else factor
+            logits.mul_(factor[:, None]).scatter_add_(-1, index[chunk], -(scale[chunk] * is_local[chunk])[:, None])
+            if tanh is not None:
+                logits.mul_(tanh.square_().neg_().add_(1))
+            logits = logits.to(weight.dtype)
+            if gradients.rows is not None:
+                torch.mm(logits, weight, out=gradients.rows[chunk])
+            if gradients.needs_weight and begin and weight.dtype == logsumexp.dtype:
+                gradients.weight.addmm_(logits.T, rows[chunk])
+            elif gradients.needs_weight and begin:
+                gradients.weight += logits.T @ rows[chunk]
+            elif gradients.needs_weight:
+                gradients.weight = (logits.T @ rows[chunk]).to(logsumexp.dtype)
+        del logits, tanh  # before those of the next chunk are allocated

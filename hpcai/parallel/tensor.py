@@ -175,7 +175,7 @@ class _ParallelVocab(VocabShard):
     """The vocabulary entries of a head that this rank holds."""
 
     def __init__(self, axis: Axis, vocab_size: int, sequence: int | None) -> None:
-        self.axis, self.sequence = axis, sequence
+        self.axis, self.sequence, self.ranks = axis, sequence, axis.size
         self.start = vocab_size * axis.rank // axis.size
         self._shard_sizes = [vocab_size * (rank + 1) // axis.size - vocab_size * rank // axis.size for rank in range(axis.size)]
 

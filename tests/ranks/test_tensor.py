@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.dist.mesh import Mesh
+from hpcai.nn.lm_head import LMHead
 from hpcai.parallel import tensor
-from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_embedding
+from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_embedding, vocab_parallel_head
 from tests.ranks.language_model import check_reshard, check_sharded_equals_full, new_step, with_shard
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import Case
@@ -75,6 +76,17 @@ def compare_layers(mesh: Mesh) -> None:
         assert embedding(torch.tensor([0, 9, -1, 8])).isnan().all(1).tolist() == [False, True, True, False]
     with torch.no_grad():  # as in an evaluation
         assert torch.equal(embedding(tokens), full(tokens))
+    full, head = (LMHead(5, 9, softcap=0.7, z_loss=0.1).double() for _ in range(2))
+    head.load_state_dict(full.state_dict())
+    vocab_parallel_head(head, axis)
+    targets = torch.tensor([[0, 8], [-1, 4], [2, 7]])
+    for total in (Tensor.sum, lambda y: y.square().sum()):  # one upstream gradient, and one of each token
+        da, dweight = torch.autograd.grad(total(head(a, targets)), (a, head.weight))
+        db, expected = torch.autograd.grad(total(full(b, targets)), (b, full.weight))
+        torch.testing.assert_close((da, dweight), (db, shard(expected, [9], 0)), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(head(a), full(b), rtol=0, atol=1e-12)
+        torch.testing.assert_close(head.eval()(a, targets), full.eval()(b, targets), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
