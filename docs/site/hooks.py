@@ -51,8 +51,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def list_files() -> set[str]:
-    """Return the names of the files to show: those that git does not ignore, or in a copy without git, those outside of hidden folders,
-    environments and what the project itself generates."""
+    """Return the names of the files to show: those that git does not ignore, or in a copy without git, those outside of hidden
+    folders, environments and what the project itself generates."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *SHOWN]
     with suppress(OSError):
         names = set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split("\0"))

@@ -33,7 +33,7 @@ from hpcai.train import Step
 Overrides = Sequence[str]
 _USABLE_MEMORY = 0.92  # share of a GPU's memory for tensors; fragmentation, graphs and libraries take the rest
 _LOADER_WARMUP, _LOADER_STEPS = 20, 100  # simulated steps of the loader; during warmup the queue fills
-_MAX_REPLICAS = 8  # of the recorded job, if nothing is sharded over them: a collective of all is scaled to a larger job
+_MAX_REPLICAS = 8  # of the recorded job, if nothing is sharded over them: a collective of all is scaled to another job
 # A sharded optimizer communicates as much as an all-reduce.
 _BASE_OVERRIDES = (
     "step.capture=none", "step.compile=none", "step.compile_cache=null", "step.shard=none", "step.shard_within=null",
@@ -211,10 +211,11 @@ class Planner:
     def _mean_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides) -> Fit:
         micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
         shard, processes = getattr(self.settings(*overrides).step, "shard", "none"), ways * self.fixed_processes(overrides)
-        recorded = min(replicas, _MAX_REPLICAS) if shard == "none" else replicas
         total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
-        # Two micro-batches widen the gradient buckets, and change nothing else.
+        # Two micro-batches widen the gradient buckets, and change nothing else. All numbers of replicas share that recording.
         micro_batches = 2 if per_replica > micro_batch or replicas > data_parallel.MAX_BF16_RANKS else 1
+        most = _MAX_REPLICAS if shard == "none" else replicas
+        recorded = most if micro_batches == 2 and replicas > 1 else min(replicas, most)
         for weight, (record, *_) in self.record_steps(ways, recorded, micro_batch, overrides, micro_batches=micro_batches):
             pair = record.events, record.repeated
             full, repeated = (estimate_cost(_scale_events(events, processes, recorded, replicas), machine) for events in pair)
