@@ -23,7 +23,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -339,7 +339,10 @@ class DatasetBuilder:
                 return int(options.run(options))
         except (HpcaiError, OSError) as error:
             if getattr(error, "errno", None) == errno.ENOSPC:           # HDF5's own text is a paragraph
-                error = DataError(f"{describe_unwritable(OSError(errno.ENOSPC, ''), options.out)}; finished files are kept")
+                error = OSError(errno.ENOSPC, "", str(options.out))
+            if isinstance(error, OSError) and error.filename:
+                with suppress(OSError):                                 # of another kind
+                    error = DataError(f"{describe_unwritable(error, '')}; finished files are kept")
             print(f"error: {error}", file=sys.stderr)
         return 2
 

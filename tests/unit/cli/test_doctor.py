@@ -5,7 +5,6 @@ import os
 import runpy
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,7 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(args: list[str]) -> N
     commands = ("report", "doctor", "bench", "data", "ablate", "verify_resume")
     heavy = "torch", "numpy", "matplotlib", "rich", "yaml", *(f"hpcai.cli.{name}" for name in commands)
     code = f"import sys, hpcai.cli; hpcai.cli.main({args}); print([name for name in {heavy} if name in sys.modules])"
-    start = time.perf_counter()
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert time.perf_counter() - start < 3               # about 0.05 s, as long as the list below is empty
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [*cli.COMMANDS]
     assert lines[-1] == "[]"
 
