@@ -23,7 +23,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -32,9 +32,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from data_prep import picture, store
-from hpcai.cli.check import Options, check_dataset
-from hpcai.data.index import INDEX, write_json
-from hpcai.durable import locked_directory
+from hpcai.durable import locked_directory, write_json
 from hpcai.errors import ConfigError, DataError, HpcaiError, describe_unwritable
 from hpcai.host_limits import raise_file_limit
 from hpcai.programs import command_of, command_of_app
@@ -225,7 +223,7 @@ class PreparedDataset:
         splits = [split for split in store.SPLITS if (self.out / split).is_dir()]
         if not splits:
             raise DataError(f"{self.out}: holds no folder train, validation or test; simulate or convert into it first")
-        indexes = {split: store.read_json(self.out / split / INDEX) for split in splits}
+        indexes = {split: store.read_json(self.out / split / "index.json") for split in splits}
         return [(self.out / split / entry["name"], entry, index) for split, index in indexes.items() for entry in index["files"]]
 
     @cached_property
@@ -341,7 +339,10 @@ class DatasetBuilder:
                 return int(options.run(options))
         except (HpcaiError, OSError) as error:
             if getattr(error, "errno", None) == errno.ENOSPC:           # HDF5's own text is a paragraph
-                error = DataError(f"{describe_unwritable(OSError(errno.ENOSPC, ''), options.out)}; finished files are kept")
+                error = OSError(errno.ENOSPC, "", str(options.out))
+            if isinstance(error, OSError) and error.filename:
+                with suppress(OSError):                                 # of another kind
+                    error = DataError(f"{describe_unwritable(error, '')}; finished files are kept")
             print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -413,6 +414,8 @@ class DatasetBuilder:
 
 def check_index(prepared: PreparedDataset) -> list[str]:
     """Compare every file with index.json and the declared fields, and return the mistakes."""
+    from hpcai.cli.check import Options, check_dataset  # pydantic, which --help does not need
+
     rows = sum(entry["rows"] for _, entry, _ in prepared.files)
     outcome = check_dataset(prepared.out, Options(seconds=0))
     errors = [finding for finding in outcome.findings if finding.severity == "error" and finding.code not in WARNINGS]

@@ -44,7 +44,7 @@ from data_prep import captioned, command, moments, store
 from data_prep.captioned import Array, Entry, Sample, Shard
 from data_prep.command import option
 from data_prep.store import Field
-from hpcai.data.index import replace_file
+from hpcai.durable import replace_file
 from hpcai.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.extras import import_extra
-from hpcai.data.index import replace_file
+from hpcai.durable import replace_file
 from hpcai.errors import DataError
 from hpcai.gzip_file import read_decompressed
 

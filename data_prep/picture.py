@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 
 from data_prep import store
-from hpcai.data.index import replace_file
+from hpcai.durable import replace_file
 
 NAME = "samples.png"
 SAMPLES, PANELS = 4, 5                          # columns; rows at most, of the largest datasets

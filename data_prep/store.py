@@ -37,9 +37,9 @@ import numpy as np
 import hpcai
 from data_prep import moments
 from hpcai.cli.progress import Progress, show_progress
-from hpcai.data.index import commit_file, write_index, write_json
 from hpcai.data.workers import block_signals, die_with_parent, ignore_signals
 from hpcai.dist.environment import read_rank_info
+from hpcai.durable import commit_file, write_json
 from hpcai.errors import ConfigError, DataError
 from hpcai.host_limits import allowed_cpus, count_cpus
 from hpcai.json_file import read_object
@@ -334,6 +334,8 @@ def refuse_unplanned_files(out: Path, jobs: Sequence[Job], advice: str) -> None:
 
 def finalize(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]) -> tuple[int, int, list[list[str]]]:
     """Write the index of every folder, and statistics.json. Return bytes and rows of all files, and the refused items."""
+    from hpcai.data.index import write_index  # pydantic, which --help does not need
+
     statistics: dict[str, Any] = {"format": 1, "version": hpcai.__version__, "splits": {}, "settings": settings}
     indexes: dict[str, Any] = {}
     refused: list[list[str]] = []

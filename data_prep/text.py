@@ -47,7 +47,7 @@ from data_prep import command, documents, packing, store
 from data_prep.command import option
 from data_prep.documents import NotTextError, Piece, Unusable
 from data_prep.packing import Array, FilePlan, load_tokenizer, make_fields, measure, merge, pack, shard_path, to_spans, token_dtype
-from hpcai.data.index import commit_file, write_json
+from hpcai.durable import commit_file, write_json
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import chats
 from hpcai.models.llm.tokenizer import BYTES, CONTENT, Tokenizer

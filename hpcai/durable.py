@@ -1,13 +1,16 @@
 """Files that survive a crash of the machine, and directories with one owner."""
 
 import fcntl
+import json
 import os
+import shutil
 import socket
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from hpcai.errors import CheckpointError
 
@@ -19,6 +22,31 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace the file atomically, and keep its permissions."""
+    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace the file atomically, and keep its permissions."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # several ranks may write the same file
+    try:
+        partial.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, partial)
+        commit_file(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def commit_file(partial: Path, path: Path) -> None:
+    """Flush a finished file to the disk, and rename it to ``path``."""
+    fsync(partial)
+    partial.replace(path)
+    fsync(path.parent)
 
 
 def lock_directory(folder: Path, remedy: str = "choose another report.directory") -> IO[str]:

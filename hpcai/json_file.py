@@ -9,10 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import ValidationError
-
 from hpcai.errors import CheckpointError, ConfigError, HpcaiError
-from hpcai.schema import format_first_error
 
 MAX_BYTES = 256 << 20
 
@@ -68,6 +65,10 @@ def check_fields(
 ) -> Iterator[None]:
     """Context manager for code that reads the fields of a JSON object. Raises ``error`` for a missing key or a value of another
     type, and ConfigError for values that a settings class refuses. ``keys``: Keys of the object, by names of settings."""
+    from pydantic import ValidationError
+
+    from hpcai.schema import format_first_error
+
     try:
         yield
     except HpcaiError:

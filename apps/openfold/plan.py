@@ -17,6 +17,7 @@ from hpcai.plan.loader_queue import heavy_tail
 
 class Plan(PlannedTraining):
     workload, yaml, split_axis = Benchmark(), "batch256.yaml", "axial"
+    depth, recorded_layers = "model.blocks", (4, 8)  # with 2, extra MSA rows need the most memory; gradients of 4 fill a bucket
     step_variants = {("features.recycles=0",): -0.5, ("features.recycles=1",): 1.5}  # the mean of 0, 1, 2 and 3
     memory_savings = (("model.checkpoint=false",), ("model.checkpoint=true",))
     samples = {128: 128 * 694, 256: 256 * 520}

@@ -12,6 +12,7 @@ import sys
 from base64 import b64decode
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,14 @@ from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNER = ROOT / "docs/site/notebook.py"
+GENERATED = "build", "datasets", "dist", "runs"
 SHOWN = "*.md", "docs/*.png", "docs/*.svg", "docs/*.ipynb", ":!docs/site"
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Take the files of the whole checkout, where MkDocs knows one folder; links of pages then hold as they do in the checkout."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *SHOWN]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    names = sorted({name for name in listed.split("\0") if (ROOT / name).is_file()})
+    names = sorted(name for name in list_files() if (ROOT / name).is_file())
     notebooks = [ROOT / name for name in names if name.endswith(".ipynb")]
     shown = {name: File.generated(config, name, abs_src_path=str(ROOT / name)) for name in names if not name.endswith(".ipynb")}
     for stored, executed in zip(notebooks, execute(notebooks)):
@@ -48,6 +48,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if path.is_file() and path.is_relative_to(ROOT) and (source := path.relative_to(ROOT).as_posix()) not in shown:
                 shown[source] = File.generated(config, source, abs_src_path=str(path))
     return Files([*(file for file in files if file.src_dir != config.docs_dir), *shown.values()])
+
+
+def list_files() -> set[str]:
+    """Return the names of the files to show: those that git does not ignore, or in a copy without git, those outside of hidden
+    folders, environments and what the project itself generates."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *SHOWN]
+    with suppress(OSError):
+        names = set(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split("\0"))
+        if "README.md" in names:
+            return names
+    names = set()
+    for folder, below, files in os.walk(ROOT):
+        relative = Path(folder).relative_to(ROOT)
+        generated = GENERATED if folder == str(ROOT) else ()
+        below[:] = [x for x in below if x[0] != "." and x not in generated and not (Path(folder) / x / "pyvenv.cfg").exists()]
+        if relative != Path("docs/site") and Path("docs/site") not in relative.parents:
+            suffixes = (".md", ".png", ".svg", ".ipynb") if relative.parts[:1] == ("docs",) else (".md",)
+            names |= {(relative / file).as_posix() for file in files if file.endswith(suffixes)}
+    return names
 
 
 def execute(notebooks: list[Path]) -> list[Path]:

@@ -8,8 +8,6 @@ index.json    {"format": 1, "files": [{"name", "rows", "bytes", "sha256", ...}],
 
 import hashlib
 import json
-import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from hpcai.data.entry import Entry, TableEntry
 from hpcai.data.table import build_table, describe
-from hpcai.durable import fsync
+from hpcai.durable import replace_file, write_json
 from hpcai.errors import DataError
 from hpcai.json_file import read_regular
 
@@ -74,28 +72,3 @@ def _write_table(folder: Path, content: Mapping[str, Any], describe_file: Descri
     name = TABLE.format(digest[:8])
     replace_file(folder / name, raw)
     return TableEntry(name=name, bytes=len(raw), sha256=digest)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace the file atomically, and keep its permissions."""
-    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replace the file atomically, and keep its permissions."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # several ranks may write the same file
-    try:
-        partial.write_bytes(content)
-        if path.exists():
-            shutil.copymode(path, partial)
-        commit_file(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def commit_file(partial: Path, path: Path) -> None:
-    """Flush a finished file to the disk, and rename it to ``path``."""
-    fsync(partial)
-    partial.replace(path)
-    fsync(path.parent)

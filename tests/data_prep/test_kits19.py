@@ -22,8 +22,6 @@ SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32"
 GRID = ["--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32"]
 FIELDS = {"image": ("float32", (None, None, None)), "label": ("uint8", (None, None, None)), "boxes": ("int32", (2, 2, 6))}
 RECIPE = kits19.Recipe(1, (9.6, 7.2, 7.2), (8, 32, 32), 150.0, 0.2, 0.0)
-
-
 run = runner(kits19)
 
 

@@ -16,8 +16,6 @@ from tests.data_prep.prep_contract import PrepContract, cache_results, check_fai
 
 SMALL = ["--systems", "5", "--each", "1", "--size", "2", "2", "3", "--dynamics", "6", "--no-check"]
 RECIPE = opencatalyst.Recipe(1, (2, 2, 3), 6, 1, 0.2, 0.0, 6.0, 50)
-
-
 run = runner(opencatalyst)
 
 

@@ -1,5 +1,6 @@
 """Simulated universes: resumption, processes and ranks, parameters, and checks of their physics and files."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -22,8 +24,6 @@ from hpcai.errors import CheckpointError
 from tests.data_prep.prep_contract import PrepContract, check_fails, check_resumes_if_killed, columns, content, read_json, runner
 
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
-
-
 run = runner(cosmoflow)
 
 
@@ -135,6 +135,13 @@ def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(store, "TIMEOUT", 0.5)
     assert run("simulate", tmp_path, *SMALL) == 2
     assert "no file came from another rank" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(store, "claim_folder", Mock(side_effect=OSError(errno.EROFS, "", "out/x")))
+    assert run("simulate", tmp_path, *SMALL) == 2
+    expected = "error: out/x: Read-only file system; name a folder that can be written; finished files are kept\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_ranks_share_the_cores_of_their_machine(monkeypatch):

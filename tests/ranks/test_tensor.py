@@ -135,7 +135,8 @@ def test_grad_input_is_reduced_during_grad_weight_and_only_local_tokens_are_save
 def compiled(mesh: Mesh) -> tuple[int, float]:
     """Return the number of graphs of a compiled layer, and the largest difference to the eager one."""
     layer, graphs = new_step(mesh, {"model": "llama"}).model.model.layers[0], list[Any]()  # type: ignore[union-attr, index]
-    inputs = torch.randn(2, 4, 16).double(), (torch.ones(1, 8, 4).double(), torch.zeros(1, 8, 4).double())
+    rotary = (torch.ones(1, 8, 4).double(), torch.zeros(1, 8, 4).double())
+    inputs = torch.randn(2, 4, 16).double(), (rotary, rotary)
     torch._dynamo.reset()
     y = torch.compile(layer, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1])(*inputs)
     return len(graphs), (y - layer(*inputs)).abs().max().item()

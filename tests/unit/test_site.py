@@ -1,9 +1,9 @@
 """The pages as a site: each is in it, its links hold, it needs no network, and a browser shows it as it should."""
 
-import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -19,6 +19,7 @@ from markdown_it import MarkdownIt
 from tests.unit.test_pages import PAGES, ROOT
 
 pytest.importorskip("mkdocs")
+HOOKS = runpy.run_path(str(ROOT / "docs/site/hooks.py"))
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,12 @@ def test_the_hosted_site_is_that_of_make_site() -> None:
     first, *_, last = map(str.split, build["commands"])
     assert first[:2] == ["make", "site"] and re.search("^site:", (ROOT / "Makefile").read_text(), re.M)
     assert last[:3] == ["cp", "-r", yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_dir"]]
+
+
+def test_a_copy_without_git_has_the_same_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {name for name in HOOKS["list_files"]() if (ROOT / name).is_file()}
+    monkeypatch.setenv("GIT_DIR", "/no/repository")
+    assert HOOKS["list_files"]() == listed > set(PAGES)
 
 
 def test_pages_have_the_lists_and_tables_that_commonmark_reads_in_them(site: Path) -> None:
@@ -93,18 +100,11 @@ def test_search_of_a_folder_finds_a_section(site: Path, tmp_path: Path) -> None:
 
 
 def test_a_notebook_is_shown_with_what_it_prints_and_draws(tmp_path: Path) -> None:
-    def load(name: str) -> object:
-        spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/site/{name}.py")
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
     cells = "import matplotlib.pyplot as plt\nprint('a < b')\nlist('xy')", "plt.plot([1, 2]);", "open('left', 'w')\n1;"
     code = [{"cell_type": "code", "source": [cell]} for cell in cells]
     (tmp_path / "it.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["# Title"]}, *code]}))
-    load("notebook").main(tmp_path / "it.ipynb", tmp_path / "done.ipynb")
-    text, images = load("hooks").render_notebook(json.loads((tmp_path / "done.ipynb").read_text()), "it")
+    runpy.run_path(str(ROOT / "docs/site/notebook.py"))["main"](tmp_path / "it.ipynb", tmp_path / "done.ipynb")
+    text, images = HOOKS["render_notebook"](json.loads((tmp_path / "done.ipynb").read_text()), "it")
     parts = "# Title", "with its outputs", '"output">a &lt; b</pre>', '"output">[\'x\', \'y\']</pre>', "plt.plot", "(it-1.png)"
     shown = [text.find(part) for part in parts]
     assert shown == sorted(shown) and shown[0] == 0 and text.count('"output"') == 2, text

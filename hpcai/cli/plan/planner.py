@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from hpcai.cli.plan.training import Published, find_training
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
 from hpcai.nn.deferred_init import deferred
-from hpcai.parallel.data_parallel import MAX_BF16_RANKS
+from hpcai.parallel import data_parallel
 from hpcai.parallel.pipeline_stages import balanced_split
 from hpcai.plan import machines
 from hpcai.plan.cost import Cost, estimate_cost
@@ -32,8 +33,7 @@ from hpcai.train import Step
 Overrides = Sequence[str]
 _USABLE_MEMORY = 0.92  # share of a GPU's memory for tensors; fragmentation, graphs and libraries take the rest
 _LOADER_WARMUP, _LOADER_STEPS = 20, 100  # simulated steps of the loader; during warmup the queue fills
-_FEW_LAYERS, _MORE_LAYERS = 2, 4  # layers with which deep models are recorded
-_MAX_REPLICAS = 8  # of the recorded job, if nothing is sharded over them: a collective of all is scaled to a larger job
+_MAX_REPLICAS = 8  # of the recorded job, if nothing is sharded over them: a collective of all is scaled to another job
 # A sharded optimizer communicates as much as an all-reduce.
 _BASE_OVERRIDES = (
     "step.capture=none", "step.compile=none", "step.compile_cache=null", "step.shard=none", "step.shard_within=null",
@@ -152,7 +152,8 @@ class Planner:
         optimizer = _SAME_MOMENTS.get(cfg.step.optimizer, cfg.step.optimizer)
         axes, processes = self.fixed_axes(overrides), ways * self.fixed_processes(overrides)
         world, rank = replicas * processes, stage_rank * processes // axes.get("pipeline", 1)
-        with traced_job(world, self.kernels, rank) as paper:
+        without_broadcast = mock.patch.object(data_parallel, "broadcast_parameters", lambda *_: None)  # not of a step, and slow
+        with traced_job(world, self.kernels, rank) as paper, without_broadcast:
             mesh = Mesh({"replicate": replicas, **axes, **({axis: ways} if axis else {})}, world, rank)
             with deferred(0):
                 model = training.build(cfg, mesh)
@@ -198,23 +199,23 @@ class Planner:
                 total += fit.step.scaled(weight)
                 peak, held = max(peak, fit.peak), max(held, fit.held)
             return Fit(total, peak, overrides, held)
-        depth = self.training.depth
+        depth, (low, high) = self.training.depth, self.training.recorded_layers
         layers = 0 if depth is None else attrgetter(depth)(self.settings(*overrides))
-        if depth is None or layers <= _MORE_LAYERS:
+        if depth is None or layers <= high:
             return self._mean_step(ways, replicas, per_replica, machine, overrides)
-        depths = ((*overrides, f"{depth}={n}") for n in (_FEW_LAYERS, _MORE_LAYERS))
-        few, more = (self._mean_step(ways, replicas, per_replica, machine, words) for words in depths)
-        factor = (layers - _FEW_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
+        few, more = (self._mean_step(ways, replicas, per_replica, machine, (*overrides, f"{depth}={n}")) for n in (low, high))
+        factor = (layers - low) / (high - low)
         held, peak = (a + factor * (b - a) for a, b in ((few.held, more.held), (few.peak, more.peak)))
         return Fit(few.step + (more.step + few.step.scaled(-1)).scaled(factor), peak, overrides, held)
 
     def _mean_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides) -> Fit:
         micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
         shard, processes = getattr(self.settings(*overrides).step, "shard", "none"), ways * self.fixed_processes(overrides)
-        recorded = min(replicas, _MAX_REPLICAS) if shard == "none" else replicas
         total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
-        # Two micro-batches widen the gradient buckets, and change nothing else.
-        micro_batches = 2 if per_replica > micro_batch or replicas > MAX_BF16_RANKS else 1
+        # Two micro-batches widen the gradient buckets, and change nothing else. All numbers of replicas share that recording.
+        micro_batches = 2 if per_replica > micro_batch or replicas > data_parallel.MAX_BF16_RANKS else 1
+        most = _MAX_REPLICAS if shard == "none" else replicas
+        recorded = most if micro_batches == 2 and replicas > 1 else min(replicas, most)
         for weight, (record, *_) in self.record_steps(ways, recorded, micro_batch, overrides, micro_batches=micro_batches):
             pair = record.events, record.repeated
             full, repeated = (estimate_cost(_scale_events(events, processes, recorded, replicas), machine) for events in pair)
@@ -262,7 +263,8 @@ class Planner:
         """Return the seconds of a sample on one GPU, or if the model does not fit, those on all GPUs divided by their number."""
         if not self.fixed_axes(overrides):
             with suppress(InfeasibleError):
-                return self.fit_memory(1, 1, 1, machine, overrides).step.seconds
+                alone = self.fit_memory(1, gpus, 1, machine, overrides).step  # which is recorded already, if samples are not split
+                return alone.seconds - alone.exposed_communication
         return fit.step.seconds * gpus / batch
 
     def plan_jobs(self, gpus: int, ways: Sequence[int], machine: Machine, evaluating: int = 0) -> list[Job]:
@@ -321,8 +323,8 @@ class _PipelineStep:
         self.stage_count = planner.training.stage_count(cfg)
         layers = 0 if depth is None else attrgetter(depth)(cfg)
         self.layers = balanced_split(layers, self.stage_count)
-        deep = layers > _MORE_LAYERS * self.stage_count
-        depths: list[Overrides] = [(f"{depth}={n * self.stage_count}",) for n in (_FEW_LAYERS, _MORE_LAYERS)] if deep else [()]
+        recorded = [n * self.stage_count for n in planner.training.recorded_layers]
+        depths: list[Overrides] = [(f"{depth}={n}",) for n in recorded] if layers > recorded[-1] else [()]
         self.recorded = {
             rank: [planner.record_steps(ways, replicas, micro_batch, (*overrides, *more), rank, count)[0][1] for more in depths]
             for rank in sorted({0, 1, self.ranks - 1})
@@ -335,7 +337,8 @@ class _PipelineStep:
     def _interpolate(self, function: Callable[[Recorded], Sequence[float]], rank: int, layers: float) -> np.ndarray:
         """Return ``function`` of a rank with ``layers`` layers in each stage, on the line through the recorded depths."""
         values = [np.array(function(recorded)) for recorded in self.recorded[rank if rank in self.recorded else 1]]
-        factor = (layers - _FEW_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
+        few, more = self.planner.training.recorded_layers
+        factor = (layers - few) / (more - few)
         return values[0] if len(values) == 1 else values[0] + (values[1] - values[0]) * factor
 
     def _stage_cost(self, rank: int, index: int) -> "_StageCost":

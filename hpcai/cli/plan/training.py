@@ -73,6 +73,8 @@ class PlannedTraining:
     """key=value overrides, fastest first, with decreasing memory"""
     depth: str | None = None
     """setting of the number of repeated layers: a deep model is recorded with few of them and extrapolated linearly"""
+    recorded_layers: tuple[int, int] = (2, 4)
+    """these numbers; at both, the memory peaks while all layers keep activations"""
     fixed_settings: Sequence[str] = ()
     """settings that a plan does not override, although others would be simpler to record"""
     max_samples: int = 1

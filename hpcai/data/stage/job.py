@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from hpcai.data.direct import ALIGN, Reader, align_up
-from hpcai.data.index import write_json
 from hpcai.data.stage.copy import Ring, RingCopy, write_error
 from hpcai.data.stage.exchange import Exchange, open_exchange
 from hpcai.data.stage.plan import RECORD, expand_on_node, is_copy, read_record, scan
 from hpcai.dist.collectives import all_gather_object, all_reduce_, broadcast_from_first
 from hpcai.dist.mesh import Mesh
+from hpcai.durable import write_json
 from hpcai.errors import DataError, HpcaiError, LaunchError
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,14 @@
 """CosmoFlow: cosmological parameters from the matter of a universe."""
 
 from hpcai.lazy import attach
-from hpcai.models.cosmoflow.config import CosmoFlowConfig
 
-__getattr__, _names = attach(
+__getattr__, __all__ = attach(
     __name__,
     {
+        ".config": ["CosmoFlowConfig"],
         ".model": ["CosmoFlow", "log_density", "to_physical"],
         ".objective": ["Batch", "loss", "error", "pairs"],
         ".parallel": ["parallelize", "spatial_cut"],
         ".load": ["load_weights"],
     },
 )
-__all__ = ["CosmoFlowConfig", *_names]

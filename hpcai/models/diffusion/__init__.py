@@ -1,19 +1,13 @@
 """Diffusion models and flow matching: denoising networks, samplers, scores, and autoencoders for latent diffusion."""
 
 from hpcai.lazy import attach
-from hpcai.models.diffusion.config import (
-    DiffusionConfig,
-    FieldsConfig,
-    LatentsConfig,
-    ObjectiveConfig,
-    SamplerConfig,
-    UNetConfig,
-    VAEConfig,
-)
 
-__getattr__, _names = attach(
+__getattr__, __all__ = attach(
     __name__,
     {
+        ".config": [
+            "DiffusionConfig", "FieldsConfig", "LatentsConfig", "ObjectiveConfig", "SamplerConfig", "UNetConfig", "VAEConfig",
+        ],
         ".condition": ["UNCONDITIONAL", "Condition"],
         ".ensembles": ["ensemble_scores"],
         ".load": ["load_deferred", "load_network", "read_folder", "save_folder"],
@@ -25,7 +19,4 @@ __getattr__, _names = attach(
         ".unet": ["UNet"],
         ".vae": ["VAE", "Latents"],
     },
-)
-__all__ = [
-    "DiffusionConfig", "FieldsConfig", "LatentsConfig", "ObjectiveConfig", "SamplerConfig", "UNetConfig", "VAEConfig", *_names,
-]  # fmt: skip
+)  # fmt: skip

@@ -1,11 +1,11 @@
 """DimeNet++: energies and forces of atoms, such as adsorbates on catalysts."""
 
 from hpcai.lazy import attach
-from hpcai.models.dimenet.config import DimeNetConfig, ObjectiveConfig
 
-__getattr__, _names = attach(
+__getattr__, __all__ = attach(
     __name__,
     {
+        ".config": ["DimeNetConfig", "ObjectiveConfig"],
         ".model": ["DimeNet"],
         ".objective": ["Batch", "counted", "loss", "score", "pairs"],
         ".graph": ["Graph", "Sizes", "Structure", "build_structure", "build_structure_for_model", "collate", "graph_sizes"],
@@ -14,4 +14,3 @@ __getattr__, _names = attach(
         ".load": ["load_weights", "pyg_kwargs"],
     },
 )
-__all__ = ["DimeNetConfig", "ObjectiveConfig", *_names]

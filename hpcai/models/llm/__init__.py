@@ -1,11 +1,11 @@
 """Language models: text to tokens, decoders of tokens, tokens to text."""
 
 from hpcai.lazy import attach
-from hpcai.models.llm.config import LLMConfig, LoRAConfig, SamplingConfig
 
-__getattr__, _names = attach(
+__getattr__, __all__ = attach(
     __name__,
     {
+        ".config": ["LLMConfig", "LoRAConfig", "SamplingConfig"],
         ".generation": ["complete", "generate"],
         ".likelihood": ["likelihoods", "log_likelihoods"],
         ".load": ["load_weights", "load_deferred", "save_folder"],
@@ -17,4 +17,3 @@ __getattr__, _names = attach(
         ".tokenizer": ["DecodeStream", "Tokenizer"],
     },
 )
-__all__ = ["LLMConfig", "LoRAConfig", "SamplingConfig", *_names]

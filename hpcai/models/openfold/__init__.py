@@ -1,11 +1,11 @@
 """OpenFold: protein structure prediction from a sequence and its multiple sequence alignment, as in AlphaFold 2."""
 
 from hpcai.lazy import attach
-from hpcai.models.openfold.config import FeatureConfig, ObjectiveConfig, OpenFoldConfig
 
-__getattr__, _names = attach(
+__getattr__, __all__ = attach(
     __name__,
     {
+        ".config": ["FeatureConfig", "ObjectiveConfig", "OpenFoldConfig"],
         ".model": ["OpenFold", "Prediction"],
         ".alignments": ["Alignment", "read_alignments"],
         ".structures": ["Chain", "read_mmcif", "read_structure"],
@@ -19,4 +19,3 @@ __getattr__, _names = attach(
         ".load": ["load_weights"],
     },
 )
-__all__ = ["FeatureConfig", "ObjectiveConfig", "OpenFoldConfig", *_names]

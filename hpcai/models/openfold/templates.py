@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from hpcai.errors import DataError
 from hpcai.lazy import import_optional
 from hpcai.models.openfold.alignments import Hit, check_same_sequence, encode, read_hhr, residues_match
-from hpcai.models.openfold.features import TEMPLATES
 from hpcai.models.openfold.residues import ATOM_ORDER, GAP, UNKNOWN
 from hpcai.models.openfold.structures import Chain, entry_name, list_structures, read_structure
 
@@ -215,6 +214,8 @@ def template_features(chains: Sequence[Any], residue_maps: Array, sum_probs: Any
 
     Raises DataError for residues that a chain does not have.
     """
+    from hpcai.models.openfold.features import TEMPLATES  # imports settings, which the help of data_prep does not need
+
     residue_maps, probs = np.asarray(residue_maps), np.asarray(sum_probs, np.float32)
     if residue_maps.ndim != 2 or residue_maps.dtype.kind not in "iu" or not len(chains) == len(residue_maps) == probs.size:
         text = f"residue maps {residue_maps.dtype} {residue_maps.shape} and {probs.size} sum_probs"

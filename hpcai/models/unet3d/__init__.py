@@ -1,11 +1,11 @@
 """3D U-Net: kidneys and their tumours in computed tomography."""
 
 from hpcai.lazy import attach
-from hpcai.models.unet3d.config import UNet3DConfig
 
-__getattr__, _names = attach(
+__getattr__, __all__ = attach(
     __name__,
     {
+        ".config": ["UNet3DConfig"],
         ".model": ["UNet3D"],
         ".objective": ["Batch", "loss", "score", "dice", "slices"],
         ".parallel": ["parallelize", "spatial_cut"],
@@ -13,4 +13,3 @@ __getattr__, _names = attach(
         ".windows": ["SlidingWindow", "sliding_window_inference", "plan_windows"],
     },
 )
-__all__ = ["UNet3DConfig", *_names]

@@ -5,7 +5,6 @@ import os
 import runpy
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -22,9 +21,7 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(args: list[str]) -> N
     commands = ("report", "doctor", "bench", "data", "ablate", "verify_resume")
     heavy = "torch", "numpy", "matplotlib", "rich", "yaml", *(f"hpcai.cli.{name}" for name in commands)
     code = f"import sys, hpcai.cli; hpcai.cli.main({args}); print([name for name in {heavy} if name in sys.modules])"
-    start = time.perf_counter()
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert time.perf_counter() - start < 3               # about 0.05 s, as long as the list below is empty
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [*cli.COMMANDS]
     assert lines[-1] == "[]"
 
@@ -44,8 +41,9 @@ for program in PROGRAMS:
         os.wait()
         continue
     module, *words = program.split()
+    settings = {"hpcai.schema", "hpcai.data.entry", "hpcai.cli.check.findings"}  # with pydantic
     heavy = {"torch", "scipy", "matplotlib", "mpi4py.MPI"}
-    heavy |= set() if module.startswith("data_prep") else {"numpy", "h5py", "rich"}
+    heavy |= settings if module.startswith("data_prep") else {"numpy", "h5py", "rich"}
     sys.argv = [module, *words, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -55,7 +53,7 @@ for program in PROGRAMS:
 
 
 def test_the_help_of_a_command_imports_nothing_that_takes_long() -> None:
-    """It takes about 0.2 CPU seconds: torch, SciPy and matplotlib take one or two more each."""
+    """It takes about 0.2 CPU seconds: torch, SciPy and matplotlib take one or two more each, pydantic 0.1."""
     process = subprocess.run([sys.executable, "-c", f"{PROGRAMS = }\n{HELP}"], capture_output=True, text=True, cwd=ROOT)
     assert process.stdout.splitlines() == [f"{program} True []" for program in PROGRAMS], process.stderr
 

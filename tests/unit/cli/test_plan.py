@@ -47,7 +47,7 @@ def test_a_sharded_step_takes_less_time_and_memory(tiny: Planner) -> None:
 
 def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) -> None:
     job, evaluation = tiny.plan_job(256, 1, 256, machine("h100"), evaluating=32), tiny.training.evaluation
-    alone = tiny.fit_memory(1, 1, 1, machine("h100")).step.seconds
+    alone = job.fit.step.seconds - job.fit.step.exposed_communication  # a sample on one GPU
     score = evaluation.samples * evaluation.cost * alone / 32
     train = 520 * job.seconds
     assert job.steps == pytest.approx(520) and job.loader > 0
@@ -92,8 +92,7 @@ def test_the_command_prints_table_and_json(
     tiny: Planner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("hpcai.cli.plan.planner.Planner", lambda *args: tiny)
-    args = ["--gpus", "256", "512", "1026", "--ways", "1", "2", "--slower", "2"]
-    plan = run_plan(capsys, "openfold", *args)
+    plan = run_plan(capsys, "openfold", "--gpus", "256", "512", "1026", "--ways", "1", "2", "--slower", "2")
     rows = [row for table in plan["jobs"].values() for row in table]
     assert [(row["gpus"], row["ways"]) for row in rows] == [(256, 1), (256, 2), (512, 2)]  # no batch of 512 is known
     parts = ("kernels_s", "launches_s", "messages_s", "loader_s")
@@ -124,10 +123,10 @@ def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, override
 
 
 def test_a_model_too_large_for_one_gpu_is_evaluated_by_all() -> None:
-    planner = Planner("llm", [*llm.Benchmark().tiny, "data.batch=8"])
-    h100 = machine("h100")
+    planner, h100 = Planner("llm", [*llm.Benchmark().tiny, "data.batch=8"]), machine("h100")
     sharded = planner.fit_memory(2, 4, 2, h100)
-    assert planner._single_gpu_seconds(8, 8, sharded, h100, ()) == planner.fit_memory(1, 1, 1, h100).step.seconds
+    alone = planner.fit_memory(1, 1, 1, h100).step.seconds
+    assert planner._single_gpu_seconds(8, 8, sharded, h100, ()) == pytest.approx(alone, rel=1e-2)
     assert planner._single_gpu_seconds(8, 16, sharded, replace(h100, capacity=1.0), ()) == sharded.step.seconds / 2
 
 
