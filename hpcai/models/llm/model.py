@@ -74,9 +74,14 @@ class Attention(nn.Module):
             self.q_norm = _norm(cfg, cfg.head_dim * (cfg.heads if is_all else 1))
             self.k_norm = _norm(cfg, cfg.head_dim * (cfg.kv_heads if is_all else 1))
 
-    def _project(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values.   [B, T, C] -> [B, H or fewer, T, D] each"""
-        q, k, v = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
+    @property
+    def first_layers(self) -> tuple[nn.Linear, ...]:
+        """The linear layers of the input."""
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def _heads(self, projected: Sequence[Tensor], rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values from the outputs of ``first_layers``.   [B, T, C'] -> [B, H or fewer, T, D] each"""
+        q, k, v = projected
         if self.qk_norm == "all":
             q, k = cheap(self.q_norm, q), cheap(self.k_norm, k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
@@ -92,7 +97,7 @@ class Attention(nn.Module):
         return *apply_rotary(q, k, *rotary), v  # not ``cheap``: nothing else saves its inputs
 
     def forward(self, x: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
-        q, k, v = self._project(x, rotary[self.is_local] if rotary else None)
+        q, k, v = self._heads(fused_linear(x, *self.first_layers), rotary[self.is_local] if rotary else None)
         q = q if self.scale is None else q * self.scale
         if self.update_cache is not None:
             k, v = self.update_cache(k, v)
@@ -116,14 +121,15 @@ class LatentAttention(Attention):
         self.kv_a_layernorm, self.kv_b_proj = _norm(cfg, cfg.latent.kv_rank), nn.Linear(cfg.latent.kv_rank, keys, bias=False)
         self.all_tokens: nn.Module = Seam()  # the heads of a rank of tensor need the rotated keys of all tokens
 
-    def _project(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def first_layers(self) -> tuple[nn.Linear, ...]:
+        return self.q_proj if self.latent.q_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa
+
+    def _heads(self, projected: Sequence[Tensor], rotary: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         assert rotary is not None
-        sizes = self.latent
-        if sizes.q_rank is None:
-            q, compressed = self.q_proj(x), self.kv_a_proj_with_mqa(x)
-        else:
-            q_a, compressed = fused_linear(x, self.q_a_proj, self.kv_a_proj_with_mqa)
-            q = self.q_b_proj(cheap(self.q_a_layernorm, q_a))
+        sizes, (q, compressed) = self.latent, projected
+        if sizes.q_rank is not None:
+            q = self.q_b_proj(cheap(self.q_a_layernorm, q))
         compressed, k_rot = compressed.split((sizes.kv_rank, sizes.rope), -1)
         q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         kv = self.kv_b_proj(cheap(self.kv_a_layernorm, compressed)).unflatten(-1, (-1, sizes.nope + sizes.value)).transpose(1, 2)
