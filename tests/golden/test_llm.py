@@ -257,11 +257,13 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         (config | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "beta": 1}}, "type linear with beta, which"),
         (config | {"parallel_residual": True, "new": None}, "parallel_residual=True: no llama that hpcai computes"),
         (config | {"quantization_config": {"quant_method": "gptq"}}, "weights are quantized by gptq, expected 16 bits"),
+        (config | {"layer_types": ["chunked_attention"] * 2}, "layer_types has chunked_attention, expected full_attention"),
+        (config | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "has no 'factor'; expected settings"),
         (gpt2 | {"scale_attn_weights": False}, "scale_attn_weights=False: no gpt2"),
         (gpt2 | {"add_cross_attention": True}, "add_cross_attention=True: no gpt2"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(change))
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises((ConfigError, CheckpointError), match=message):
             read_config(tmp_path)
     mixed = LLMConfig.preset("llama2-7b", layers=1, width=16, heads=2, inner=8, vocabulary=10, norm="layer")
     with pytest.raises(CheckpointError, match="no family of Hugging Face has the settings of this model"):

@@ -91,7 +91,7 @@ def _parse_config(config: Mapping[str, Any], kind: str, path: object) -> LLMConf
         values["bias"] = (attention and mlp) or ("attention" if attention else "mlp" if mlp else False)
     if scalar := config.get("query_pre_attn_scalar"):
         values["attention_scale"] = scalar**-0.5
-    values |= {"rotary": _rotary(config, path), "inner": values.get("inner", 4 * values["width"])} | _windows(config, table)
+    values |= {"rotary": _rotary(config, path), "inner": values.get("inner", 4 * values["width"])} | _windows(config, table, path)
     if "dense" in table:
         values["experts.dense_layers"] = tuple(_dense_layers(config, table["dense"]))
         if shared := config.get("n_shared_experts"):
@@ -120,21 +120,26 @@ def _rotary(config: Mapping[str, Any], path: object) -> dict[str, Any]:
     if kind == "default":
         return rotary
     positions = config["max_position_embeddings"]
-    scaling = {ours: rope[theirs] for ours, theirs in _SCALING[kind].items() if rope.get(theirs) is not None}
-    scaling = {ours: tuple(value) if isinstance(value, list) else value for ours, value in scaling.items()}
-    original = positions if kind == "dynamic" else config.get("original_max_position_embeddings") or positions
-    if kind in ("dynamic", "yarn", "longrope"):
-        scaling = {"original": original} | scaling
+    if kind in ("linear", "dynamic", "llama3"):
+        scaling = {ours: rope[theirs] for ours, theirs in _SCALING[kind].items()}
+        scaling |= {"original": positions} if kind == "dynamic" else {}
+    else:
+        given = {ours: rope[theirs] for ours, theirs in _SCALING[kind].items() if rope.get(theirs) is not None}
+        scaling = {"original": config.get("original_max_position_embeddings") or positions} | given
         scaling.setdefault("factor", positions / scaling["original"])
+    scaling = {ours: tuple(value) if isinstance(value, list) else value for ours, value in scaling.items()}
     return rotary | {"scaling": {"kind": kind, **scaling}}
 
 
-def _windows(config: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+def _windows(config: Mapping[str, Any], table: Mapping[str, Any], path: object) -> dict[str, Any]:
     """Return the sliding window and the layers without it."""
     form, window, layers = table.get("windows"), config.get("sliding_window"), config.get("num_hidden_layers", 0)
+    types = config.get("layer_types")
+    known = {"full_attention"} if form in (None, "all") else {"full_attention", "sliding_attention"}
+    if others := sorted({*(types or ())} - known):
+        raise ConfigError(f"{path}: layer_types has {', '.join(others)}, expected {' or '.join(sorted(known))}")
     if form is None or not window or config.get("use_sliding_window") is False:
         return {}
-    types = config.get("layer_types")
     if form == "all":
         full: Sequence[int] = ()
     elif types is not None:
@@ -165,6 +170,8 @@ def comparable(cfg: LLMConfig) -> LLMConfig:
     if cfg.experts is not None:
         defaults = {name: type(cfg.experts).model_fields[name].get_default() for name in TRAINING_EXPERTS}
         changes["experts"] = cfg.experts.model_copy(update=defaults)
+        if all(map(cfg.has_experts, range(cfg.layers))):
+            changes["inner"] = cfg.experts.inner  # no layer has the other
     if cfg.rotary is None or cfg.latent is None:
         return cfg.model_copy(update=changes)
     return cfg.model_copy(update=changes | {"head": None})
