@@ -48,28 +48,33 @@ class LazyTensor:
 
 
 @dataclass(frozen=True)
-class TransposedView:
-    """A tensor with its last two dims exchanged."""
-
+class _View:
     base: Lazy
 
     @property
     def size(self) -> tuple[int, ...]:
-        return (*self.base.size[:-2], self.base.size[-1], self.base.size[-2])
+        return self.base.size
 
     @property
     def path(self) -> Path:
         return self.base.path
+
+
+class TransposedView(_View):
+    """A tensor with its last two dims exchanged."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (*self.base.size[:-2], self.base.size[-1], self.base.size[-2])
 
     def __getitem__(self, box: Box) -> Tensor:
         return self.base[*box[:-2], box[-1], box[-2]].transpose(-1, -2)
 
 
 @dataclass(frozen=True)
-class RangeView:
+class RangeView(_View):
     """Elements ``begin``, ``begin + step``, ... of a tensor along ``dim``."""
 
-    base: Lazy
     dim: int
     begin: int
     count: int
@@ -79,31 +84,19 @@ class RangeView:
     def size(self) -> tuple[int, ...]:
         return (*self.base.size[: self.dim], self.count, *self.base.size[self.dim + 1 :])
 
-    @property
-    def path(self) -> Path:
-        return self.base.path
-
     def __getitem__(self, box: Box) -> Tensor:
         first, last, _ = box[self.dim].indices(self.count)
-        part = slice(self.begin + first * self.step, self.begin + (last - 1) * self.step + 1)
+        begin = self.begin + first * self.step
+        part = slice(begin, begin + max((last - first - 1) * self.step + 1, 0))
         tensor = self.base[*box[: self.dim], part, *box[self.dim + 1 :]]
         return tensor[(slice(None),) * self.dim + (slice(None, None, self.step),)]
 
 
 @dataclass(frozen=True)
-class ReorderedView:
+class ReorderedView(_View):
     """A tensor whose element n in dim 0 is element ``order[n]`` of another."""
 
-    base: Lazy
     order: tuple[int, ...]
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        return self.base.size
-
-    @property
-    def path(self) -> Path:
-        return self.base.path
 
     def __getitem__(self, box: Box) -> Tensor:
         return self.base[slice(0, len(self.order)), *box[1:]][torch.tensor(self.order[box[0]])]
