@@ -101,7 +101,9 @@ class Attention(nn.Module):
         q = q if self.scale is None else q * self.scale
         if self.update_cache is not None:
             k, v = self.update_cache(k, v)
-        y = self.core_attention(q, k, v, documents, self.sinks)[..., : self.value_dim]
+        y = self.core_attention(q, k, v, documents, self.sinks)
+        if self.value_dim < self.head_dim:
+            y = y[..., : self.value_dim]
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -175,15 +177,17 @@ class Layer(nn.Module):
         before, after = cfg.norm_position != "after", cfg.norm_position != "before"
         self.input_layernorm = _norm(cfg) if before else nn.Identity()
         self.self_attn = (LatentAttention if cfg.latent else Attention)(cfg, number)
-        self.post_self_attn_layernorm = _norm(cfg) if after else nn.Identity()
+        self.post_self_attn_layernorm = _norm(cfg) if after else None  # less than an identity in the time of a decode step
         self.post_attention_layernorm = _norm(cfg) if before else nn.Identity()
         self.mlp = _feed_forward(cfg, number)
-        self.post_mlp_layernorm = _norm(cfg) if after else nn.Identity()
+        self.post_mlp_layernorm = _norm(cfg) if after else None
         self.drop = nn.Dropout(cfg.dropout) if cfg.dropout else nn.Identity()  # a third of Dropout's time in a decode step
 
     def forward(self, x: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
-        x = x + self.drop(self.post_self_attn_layernorm(self.self_attn(cheap(self.input_layernorm, x), rotary, documents)))
-        return x + self.drop(self.post_mlp_layernorm(self.mlp(cheap(self.post_attention_layernorm, x))))
+        y = self.self_attn(cheap(self.input_layernorm, x), rotary, documents)
+        x = x + self.drop(y if self.post_self_attn_layernorm is None else self.post_self_attn_layernorm(y))
+        y = self.mlp(cheap(self.post_attention_layernorm, x))
+        return x + self.drop(y if self.post_mlp_layernorm is None else self.post_mlp_layernorm(y))
 
 
 class PositionEmbedding(nn.Embedding):
