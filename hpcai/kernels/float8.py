@@ -43,7 +43,8 @@ def quantize(
     """
     if dtype not in MAX_EXPONENT:
         raise ConfigError(f"a matrix cannot be quantized to {dtype}; expected one of {', '.join(map(str, MAX_EXPONENT))}")
-    if not torch.compiler.is_compiling() and _fused(x):
+    has_kernels = not torch.compiler.is_compiling() and triton_support.is_supported_float(x) and is_supported(x.device)
+    if has_kernels and x.numel() > 0:
         from hpcai.kernels import float8_triton
 
         return Float8Tensor(*float8_triton.quantize(x.detach(), dtype, rows, columns, scale))
@@ -102,12 +103,6 @@ def _scale(amax: Tensor, max_exponent: int) -> Tensor:
     bits = amax.view(torch.int32)
     exponent = (((bits + 0x1FFFFF) >> 23) - max_exponent).clamp(min=1).masked_fill(bits == 0, 127)
     return (exponent << 23).view(torch.float32).masked_fill(~amax.isfinite(), torch.nan)
-
-
-def _fused(x: Tensor) -> bool:
-    """Whether the Triton kernels support this matrix."""
-    supported = triton_support.is_supported(x) and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0
-    return supported and is_supported(x.device)
 
 
 def is_supported(device: torch.device) -> bool:

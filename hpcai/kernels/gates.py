@@ -21,8 +21,7 @@ def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def _fused(x: Tensor, g: Tensor) -> bool:
     """Whether the Triton kernels support these tensors."""
-    alike = x.dtype == g.dtype and x.shape == g.shape
-    return triton_support.is_supported(x) and alike and x.dtype in (torch.bfloat16, torch.float32)
+    return triton_support.is_supported_float(x) and x.dtype == g.dtype and x.shape == g.shape
 
 
 def glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
