@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.errors import DataError
-from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal_embedding
+from hpcai.models.diffusion.blocks import FeedForward, TimeEmbedding, sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import DiTConfig
 from hpcai.models.diffusion.transformer import (
     TIME_CHANNELS,
-    FeedForward,
+    GELUProjection,
     Modulation,
     attend,
     check_inputs,
@@ -82,7 +82,7 @@ class Block(nn.Module):
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
         self.norm1 = Modulation(cfg.width, 6, CombinedTimestepLabelEmbeddings(cfg))  # in every block, as in the files
-        self.attn1, self.ff = Attention(cfg), FeedForward(cfg.width)
+        self.attn1, self.ff = Attention(cfg), FeedForward(cfg.width, GELUProjection(cfg.width))
 
     def forward(self, x: Tensor, time: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
         c = self.norm1.emb(time, classes)
