@@ -3,8 +3,6 @@
 Parameters have the names of diffusers' files. B samples of S x S pixels, T patches, C channels
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -132,8 +130,6 @@ class DiT(PretrainedMixin):
 
 def position_embedding(cfg: DiTConfig, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
     """Return sines and cosines of the column of each patch, then of its row, computed in float32 at least.   [T, C]"""
-    wide, quarter = torch.promote_types(dtype, torch.float32), cfg.width // 4
-    frequencies = torch.exp(torch.arange(quarter, device=device, dtype=wide) * (-math.log(10_000) / quarter))
-    angles = torch.arange(cfg.size // cfg.patch, device=device, dtype=wide)[:, None] * frequencies
-    axis, n = torch.cat((angles.sin(), angles.cos()), -1), len(angles)
+    wide, n = torch.promote_types(dtype, torch.float32), cfg.size // cfg.patch
+    axis = sinusoidal_embedding(torch.arange(n, device=device), cfg.width // 2, wide).roll(cfg.width // 4, -1)  # sines first
     return torch.cat((axis[None].expand(n, -1, -1), axis[:, None].expand(-1, n, -1)), -1).flatten(0, 1).to(dtype)
