@@ -12,7 +12,7 @@ from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, foldi
 from tests import proteins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-FEW = FeatureConfig.preset("evaluation", clusters=4, extra=4, templates=1)
+FEW = FeatureConfig(crop=None, clusters=4, extra=4, templates=1)
 SEQUENCE = "MKVLAAGXWW"
 
 
