@@ -20,7 +20,7 @@ from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, loss, parallelize, pyg_kwargs, score
 from hpcai.models.dimenet.model import Prediction
-from hpcai.models.dimenet.triplets import TripletDimeNet, build_triplets, energy_and_forces
+from hpcai.models.dimenet.triplets import TripletDimeNet, build_triplets, predict_by_triplets
 
 _SLAB = (4, 4, 5)  # atoms along each side
 _SPACING = 2.5  # angstrom
@@ -89,9 +89,7 @@ class _TripletModel(nn.Module):
 
     def forward(self, graph: Any) -> Prediction:
         assert self.edges is not None
-        count = len(self.edges.numbers)
-        energy, forces = energy_and_forces(self.net, graph.positions[:count], self.edges, self.detached)
-        return Prediction(energy, nn.functional.pad(forces, (0, 0, 0, len(graph.positions) - count)))
+        return predict_by_triplets(self.net, graph, self.edges, self.detached)
 
 
 def _triplet_implementation(net: Any, cfg: SlabConfig, batch: Any, scaled: Any = None) -> Implementation:

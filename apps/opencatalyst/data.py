@@ -33,7 +33,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Dime
     model, data, kwargs = _complete_model_config(cfg, train), cfg.data, training_kwargs(train, cfg)
     replicas, parts = mesh["replicate"].size, cfg.step.accumulate
     if data.balance != "none":  # the settings refuse shards then
-        kwargs["sampler"] = Balanced(train.column("triplets"), data.batch, cfg.train.seed, equal=data.balance == "frames")
+        kwargs["sampler"] = Balanced(train.column("triplets"), cfg.train.seed, equal=data.balance == "frames")
     buckets = SizeBuckets.from_rows(train, data.batch // (replicas * parts), model.most) if data.shapes == "few" else None
     few, batch = Frames(validation, model, count=data.pictures), data.evaluation_batch
     with open_loaders(

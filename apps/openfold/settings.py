@@ -72,7 +72,7 @@ class FoldConfig(Settings):
     recycles: NonNegativeInt = 3
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    features: FeatureConfig = FeatureConfig.preset("evaluation")
+    features: FeatureConfig = FeatureConfig(crop=None)
     """sizes of the features, such as rows of alignments"""
     mesh: AxesConfig = AxesConfig()
 

@@ -261,10 +261,8 @@ class Rows:
                     data = file[name]
                     if self._is_small(name, data):
                         self._check_plausible(path, name, data.nbytes)
-                        try:
+                        with parse_errors(path, f"it is damaged{self.remedy}", f"dataset '{name}' cannot be read"):
                             small[name] = data[...]
-                        except Exception as problem:
-                            raise DataError(f"{path}: dataset '{name}' cannot be read ({problem}){self.remedy}") from problem
                     by_h5py = self.reader_kind == "hdf5" or name in small
                     layouts[name] = Layout(path, name, data.shape, data.dtype, None) if by_h5py else self._layout(file, name)
                 ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in counts}

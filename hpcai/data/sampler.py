@@ -192,30 +192,16 @@ class LargestFirst:
         return np.flatnonzero(self.owner[indices] == rank // self.group)
 
 
-class Balanced:
+class Balanced(Shuffled):
     """Load balancing: the samples of a batch are assigned to replicas so that sums of ``costs`` [N] are as even as possible.
 
-    Samples go by descending cost to the replica with the least load (longest processing time first, Graham 1969). ``window`` > 1:
-    sort the samples of so many batches by cost before they are split into batches (bucketing), and shuffle the batches. ``equal``:
-    all replicas take equally many samples, so that shapes are constant; otherwise only costs count.
+    Samples go by descending cost to the replica with the least load (longest processing time first, Graham 1969). ``equal``: all
+    replicas take equally many samples, so that shapes are constant; otherwise only costs count.
     """
 
-    def __init__(
-        self, costs: Sequence[float] | np.ndarray, batch: int, seed: int = 0, *, window: int = 1, equal: bool = True
-    ) -> None:
-        self.costs, self.batch, self.seed = _nonnegative("costs", costs), batch, seed
-        self.samples, self.window, self.equal = len(self.costs), window, equal
-
-    def order(self, epoch: int) -> np.ndarray:
-        generator = _generator(self.seed, epoch)
-        row = generator.permutation(self.samples)
-        if self.window == 1:
-            return row
-        step = self.batch * self.window
-        sorted_ = [part[np.argsort(self.costs[part], kind="stable")] for part in _split(row, step)]
-        batches = [batch for part in sorted_ for batch in _split(part, self.batch)]
-        short = [batches.pop()] if len(batches[-1]) < self.batch else []  # stays last: it may be dropped or padded
-        return np.concatenate([batches[i] for i in generator.permutation(len(batches))] + short)
+    def __init__(self, costs: Sequence[float] | np.ndarray, seed: int = 0, *, equal: bool = True) -> None:
+        self.costs, self.equal = _nonnegative("costs", costs), equal
+        super().__init__(len(self.costs), seed)
 
     def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         capacity = [len(split_range(len(indices), r, size)) if self.equal else len(indices) for r in range(size)]
@@ -229,7 +215,3 @@ class Balanced:
             else:
                 heapq.heappop(loads)
         return np.flatnonzero(owner == rank)
-
-
-def _split(row: np.ndarray, step: int) -> list[np.ndarray]:
-    return [row[first : first + step] for first in range(0, len(row), step)]

@@ -21,7 +21,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up (Shazeer 2020); on CUDA by one kernel for each pass (``activations_triton``)."""
     if triton_support.needs_plain_ops():
         return reference_swiglu(gate, up)
-    if triton_support.is_supported(gate) and gate.dtype == up.dtype and gate.dtype in (torch.bfloat16, torch.float32):
+    if triton_support.is_supported_float(gate) and gate.dtype == up.dtype:
         from hpcai.kernels import activations_triton
 
         return activations_triton.swiglu(gate, up)

@@ -5,6 +5,7 @@ are not saved; the backward pass recomputes them.   B batch, I rows, N entries o
 """
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
 
 def _fused(qkvg: Tensor) -> bool:
     """Whether the Triton kernels support this tensor."""
-    return triton_support.is_supported(qkvg) and qkvg.dtype in (torch.bfloat16, torch.float32) and qkvg.shape[-1] <= 64
+    return triton_support.is_supported_float(qkvg) and qkvg.shape[-1] <= 64
 
 
 def reference(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -75,17 +76,6 @@ def _compute_chunk(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor |
     return _Chunk(q, k, v, p, p.to(v.dtype) @ v, gate)
 
 
-def _slices(qkvg: Tensor) -> Iterator[tuple[int, slice, slice]]:
-    """Yield batch, rows and heads of each chunk: one head on a CPU, which saves copies, and all heads on a GPU."""
-    batch, rows, entries, _, heads, _ = qkvg.shape
-    heads_of_chunk = 1 if triton_support.on_cpu(qkvg) else heads
-    step = chunk_size(qkvg, 4 * heads_of_chunk * entries * entries, _CPU)
-    for b in range(batch):
-        for first in range(0, rows, step):
-            for head in range(0, heads, heads_of_chunk):
-                yield b, slice(first, first + step), slice(head, head + heads_of_chunk)
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
@@ -122,7 +112,10 @@ class _Attention(torch.autograd.Function):
 def _chunks(
     qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[_Chunk, tuple[int, slice, slice]]]:
-    gates = gate_bias.view(qkvg.shape[-2:])
-    for b, rows, heads in _slices(qkvg):
-        shared = None if bias is None else bias[b, heads]
-        yield _compute_chunk(qkvg[b, rows, :, :, heads], gates[heads], mask[b, rows], shared), (b, rows, heads)
+    """Yield each chunk, with its batch, rows and heads: one head on a CPU, which saves copies, and all heads on a GPU."""
+    gates, (batch, rows, entries, _, heads, _) = gate_bias.view(qkvg.shape[-2:]), qkvg.shape
+    heads_of_chunk = 1 if triton_support.on_cpu(qkvg) else heads
+    step = chunk_size(qkvg, 4 * heads_of_chunk * entries * entries, _CPU)
+    for b, first, head in product(range(batch), range(0, rows, step), range(0, heads, heads_of_chunk)):
+        i, h = slice(first, first + step), slice(head, head + heads_of_chunk)
+        yield _compute_chunk(qkvg[b, i, :, :, h], gates[h], mask[b, i], None if bias is None else bias[b, h]), (b, i, h)

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from hpcai.errors import ConfigError
 from hpcai.kernels import triton_support
-from hpcai.kernels.float8_formats import ALIGNMENT, MAX_EXPONENT, padded_width
+
+ALIGNMENT = 16  # tensor cores read rows of a multiple of 16 bytes
+MAX_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+"""Exponent of the largest finite value of each format of tensor cores, which is 1.75 * 2^exponent: 448 and 57,344."""
 
 
 class Float8Tensor(NamedTuple):
@@ -25,6 +28,11 @@ class Float8Tensor(NamedTuple):
     """[C, T'], contiguous, the transpose; T' is the next multiple of 16 of T, padded with zeros"""
     scale: Tensor
     """[] float32; the matrix is about ``rows * scale``"""
+
+
+def padded_width(T: int) -> int:
+    """Return the row stride of the transpose of a matrix with T rows, in elements."""
+    return -(-T // ALIGNMENT) * ALIGNMENT
 
 
 def quantize(
@@ -43,7 +51,8 @@ def quantize(
     """
     if dtype not in MAX_EXPONENT:
         raise ConfigError(f"a matrix cannot be quantized to {dtype}; expected one of {', '.join(map(str, MAX_EXPONENT))}")
-    if not torch.compiler.is_compiling() and _fused(x):
+    has_kernels = not torch.compiler.is_compiling() and triton_support.is_supported_float(x) and is_supported(x.device)
+    if has_kernels and x.numel() > 0:
         from hpcai.kernels import float8_triton
 
         return Float8Tensor(*float8_triton.quantize(x.detach(), dtype, rows, columns, scale))
@@ -102,12 +111,6 @@ def _scale(amax: Tensor, max_exponent: int) -> Tensor:
     bits = amax.view(torch.int32)
     exponent = (((bits + 0x1FFFFF) >> 23) - max_exponent).clamp(min=1).masked_fill(bits == 0, 127)
     return (exponent << 23).view(torch.float32).masked_fill(~amax.isfinite(), torch.nan)
-
-
-def _fused(x: Tensor) -> bool:
-    """Whether the Triton kernels support this matrix."""
-    supported = triton_support.is_supported(x) and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0
-    return supported and is_supported(x.device)
 
 
 def is_supported(device: torch.device) -> bool:

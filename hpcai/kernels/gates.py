@@ -21,8 +21,7 @@ def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def _fused(x: Tensor, g: Tensor) -> bool:
     """Whether the Triton kernels support these tensors."""
-    alike = x.dtype == g.dtype and x.shape == g.shape
-    return triton_support.is_supported(x) and alike and x.dtype in (torch.bfloat16, torch.float32)
+    return triton_support.is_supported_float(x) and x.dtype == g.dtype and x.shape == g.shape
 
 
 def glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -34,7 +33,7 @@ def glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
         from hpcai.kernels import gates_triton
 
         return gates_triton.glu_halves(xg, mask)
-    return _GLUHalves.apply(xg, mask)
+    return _Gate.apply(xg, None, mask)
 
 
 def reference_glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -49,40 +48,31 @@ def reference(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
     return y if mask is None else y * mask
 
 
+def both(x: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x and g; without g they are the halves of x along dim 1."""
+    x, g = x.chunk(2, 1) if g is None else (x, g)
+    return x, g
+
+
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, g: Tensor | None, mask: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, g, mask)
+        x, g = both(x, g)
         y = g.sigmoid().mul_(x)
         return y if mask is None else y.mul_(mask)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, g, mask = ctx.saved_tensors
-        return *_gradients(grad, x, g, mask, torch.empty_like(grad), torch.empty_like(grad)), None
+        d_x, d_g = (torch.empty_like(x), None) if g is None else (torch.empty_like(grad), torch.empty_like(grad))
+        _write_gradients(grad, *both(x, g), mask, *both(d_x, d_g))
+        return d_x, d_g, None
 
 
-class _GLUHalves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, xg: Tensor, mask: Tensor | None) -> Tensor:
-        ctx.save_for_backward(xg, mask)
-        x, g = xg.chunk(2, 1)
-        y = g.sigmoid().mul_(x)
-        return y if mask is None else y.mul_(mask)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        xg, mask = ctx.saved_tensors
-        d = torch.empty_like(xg)
-        (x, g), (d_x, d_g) = xg.chunk(2, 1), d.chunk(2, 1)
-        _gradients(grad, x, g, mask, d_x, d_g)
-        return d, None
-
-
-def _gradients(grad: Tensor, x: Tensor, g: Tensor, mask: Tensor | None, d_x: Tensor, d_g: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the gradients of ``gate`` into ``d_x`` and ``d_g``."""
+def _write_gradients(grad: Tensor, x: Tensor, g: Tensor, mask: Tensor | None, d_x: Tensor, d_g: Tensor) -> None:
     s = g.sigmoid()
     torch.mul(grad, s, out=d_x)
     if mask is not None:
         d_x.mul_(mask.to(grad.dtype))
-    return d_x, torch.addcmul(d_x, d_x, s, value=-1, out=d_g).mul_(x)
+    torch.addcmul(d_x, d_x, s, value=-1, out=d_g).mul_(x)

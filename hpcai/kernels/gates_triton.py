@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpcai.kernels.gates import both
+
 # Elements of a tile: 16 a thread of each tensor, 8 KiB in bf16. At 3.35 TB/s (H100) and a latency of 0.8 us, 20 KB must be in
 # flight to each of 132 multiprocessors; five programs that read two tensors (48 registers a thread in bf16) load 80 KiB.
 TILE, WARPS = 4096, 8
@@ -135,51 +137,28 @@ def _launch_kwargs(x: Tensor, g: Tensor, mask: Tensor | None) -> dict[str, Any] 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
-        x, g, read, programs, kwargs = _plan(x, g, mask)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    def forward(ctx: Any, x: Tensor, g: Tensor | None, mask: Tensor | None) -> Tensor:
+        plan = _plan(*both(x, g), mask)
+        y = torch.empty_like(plan.x, memory_format=torch.contiguous_format)
         with torch.cuda.device_of(x):
-            _forward[(programs,)](x, g, read, y, **kwargs)
-        ctx.save_for_backward(x, g, mask)
+            _forward[(plan.programs,)](plan.x, plan.g, plan.mask, y, **plan.kwargs)
+        ctx.save_for_backward(*((x, g) if g is None else (plan.x, plan.g)), mask)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, g, mask, programs, kwargs = _plan(*ctx.saved_tensors)
-        dx, dg = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+        x, g, mask = ctx.saved_tensors
+        plan, dx = _plan(*both(x, g), mask), torch.empty_like(x, memory_format=torch.contiguous_format)
+        dg = None if g is None else torch.empty_like(dx)
         with torch.cuda.device_of(x):
-            _backward[(programs,)](dy.contiguous(), x, g, mask, dx, dg, LIKE=False, **kwargs)
+            _backward[(plan.programs,)](dy.contiguous(), *plan[:3], *both(dx, dg), LIKE=g is None, **plan.kwargs)
         return dx, dg, None
-
-
-class _GLUHalves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, xg: Tensor, mask: Tensor | None) -> Tensor:
-        xg = xg.contiguous()
-        ctx.save_for_backward(xg, mask)
-        x, g = xg.chunk(2, 1)
-        x, g, mask, programs, kwargs = _plan(x, g, mask)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        with torch.cuda.device_of(x):
-            _forward[(programs,)](x, g, mask, y, **kwargs)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        xg, mask = ctx.saved_tensors
-        d = torch.empty_like(xg)
-        (x, g), (dx, dg) = xg.chunk(2, 1), d.chunk(2, 1)
-        x, g, mask, programs, kwargs = _plan(x, g, mask)
-        with torch.cuda.device_of(x):
-            _backward[(programs,)](dy.contiguous(), x, g, mask, dx, dg, LIKE=True, **kwargs)
-        return d, None
 
 
 def glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return ``gate`` of the halves of one tensor along dim 1, contiguous. Its gradient is one tensor, too."""
-    return _GLUHalves.apply(xg, mask)
+    return _Gate.apply(xg.contiguous(), None, mask)
 
 
 def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -21,7 +21,8 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     cast them anyway. float64 stays float64.
     Shape: x [..., C] of any strides; weight and bias [C] -> [..., C]
     """
-    if weight is not None and bias is not None and not torch.compiler.is_compiling() and _fused(x):
+    fused = not torch.compiler.is_compiling() and triton_support.is_supported_float(x) and 0 < x.shape[-1] <= MAX_CHANNELS
+    if fused and weight is not None and bias is not None:
         from hpcai.kernels import layernorm_triton
 
         wide = torch.float32 if torch.is_autocast_enabled(x.device.type) else x.dtype
@@ -33,11 +34,6 @@ def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float 
     """Compute ``layer_norm`` with torch's operation."""
     y = torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return y.to(_autocast_dtype(y)) if autocast_output else y
-
-
-def _fused(x: Tensor) -> bool:
-    """Whether the Triton kernels support this tensor."""
-    return triton_support.is_supported(x) and x.dtype in (torch.bfloat16, torch.float32) and 0 < x.shape[-1] <= MAX_CHANNELS
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:

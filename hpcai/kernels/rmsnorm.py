@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, autocast_output: bool
         return (x * _rstd(x, eps, x.dtype)).mul_(weight).to(dtype)
     if triton_support.needs_plain_ops():
         return reference(x, weight, eps).to(dtype)
-    if _fused(x):
+    if triton_support.is_supported_float(x) and 0 < x.shape[-1] <= MAX_CHANNELS:
         from hpcai.kernels import rmsnorm_triton
 
         return rmsnorm_triton.rms_norm(x, weight, eps, dtype)
@@ -47,11 +47,6 @@ def _is_small(x: Tensor, weight: Tensor) -> bool:
     has the same bits with gradients."""
     small = not torch.is_grad_enabled() and x.numel() <= _SMALL and x.dtype == weight.dtype and triton_support.on_cpu(x)
     return small and x.dtype in (torch.float32, torch.float64) and not triton_support.needs_plain_ops()
-
-
-def _fused(x: Tensor) -> bool:
-    """Whether the Triton kernels support this tensor."""
-    return triton_support.is_supported(x) and x.dtype in (torch.bfloat16, torch.float32) and 0 < x.shape[-1] <= MAX_CHANNELS
 
 
 class _RMSNorm(torch.autograd.Function):

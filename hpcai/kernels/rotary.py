@@ -20,7 +20,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     """
     if triton_support.needs_plain_ops():
         return reference(q, cos, sin, interleaved), reference(k, cos, sin, interleaved)
-    if triton_support.is_supported(q) and q.dtype == k.dtype and q.dtype in (torch.bfloat16, torch.float32):
+    if triton_support.is_supported_float(q) and q.dtype == k.dtype:
         from hpcai.kernels import rotary_triton
 
         return rotary_triton.apply_rotary(q, k, cos, sin, interleaved)

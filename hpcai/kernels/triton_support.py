@@ -38,6 +38,11 @@ def is_supported(x: Any) -> bool:
     return MISSING is None and on_gpu(x) and not is_transformed()
 
 
+def is_supported_float(x: Any) -> bool:
+    """The same for kernels of bfloat16 and float32."""
+    return is_supported(x) and x.dtype in (torch.bfloat16, torch.float32)
+
+
 def needs_plain_ops() -> bool:
     """Whether only operations of torch that return new tensors are supported: ``torch.compile``, which fuses them, traces them, or
     ``torch.func`` transforms them, and knows neither functions of ours nor memory formats nor writes into tensors."""

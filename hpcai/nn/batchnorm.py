@@ -17,6 +17,14 @@ def is_local(all_reduce: nn.Module) -> bool:
     return isinstance(all_reduce, nn.Identity) or not getattr(all_reduce, "axes", True)
 
 
+def wide_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return weight and bias [C] of a norm, 1 and 0 if it has none, in float32, or in float64 for a float64 input."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if weight is None or bias is None:
+        return x.new_ones(x.shape[1], dtype=wide), x.new_zeros(x.shape[1], dtype=wide)
+    return weight.to(wide), bias.to(wide)
+
+
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """``nn.BatchNorm`` of any number of dims, then ``+ residual``, then a rectifier (``relu``), in one pass.   [B, C, ...]
 
@@ -33,9 +41,12 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         self._check_input_dim(x)
         local, plain = is_local(self.all_reduce), needs_plain_ops()
-        if not local and torch.compiler.is_compiling():
+        if not self.training and self.running_mean is not None:  # nothing to communicate, and gradients are rare
+            if on_gpu(x) and not plain and not torch.is_grad_enabled():
+                return self._fused_eval(x, residual)
+        elif not local and torch.compiler.is_compiling():
             return self._fused_eager(x, residual)
-        if not local or (on_gpu(x) and not plain):
+        elif not local or (on_gpu(x) and not plain):
             return self._fused(x, residual)
         y = super().forward(x)  # on a CPU torch's is as fast, and the compiler fuses the rest itself
         if plain:
@@ -45,24 +56,21 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         return y.relu_() if self.relu else y
 
     def _fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        local = is_local(self.all_reduce)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if self.weight is None:
-            weight, bias = (x.new_full((self.num_features,), value, dtype=wide) for value in (1.0, 0.0))
-        else:
-            weight, bias = self.weight.to(wide), self.bias.to(wide)
-        if residual is not None:
-            residual = residual.to(x.dtype)
-        if not self.training and self.running_mean is not None and self.running_var is not None:
-            return _NormaliseEval.apply(x, residual, weight, bias, self.running_mean.to(wide), self.running_var.to(wide), self.eps,
-                                        self.relu)  # fmt: skip
-        all_reduce, act = None if local else self.all_reduce, "relu" if self.relu else None
-        y, mean, variance, count = Normalise.apply(x, residual, weight, bias, self.eps, act, 0.0, all_reduce, 1, 1)
+        all_reduce, act = None if is_local(self.all_reduce) else self.all_reduce, "relu" if self.relu else None
+        affine = wide_affine(x, self.weight, self.bias)
+        residual = None if residual is None else residual.to(x.dtype)
+        y, mean, variance, count = Normalise.apply(x, residual, *affine, self.eps, act, 0.0, all_reduce, 1, 1)
         if self.training and self.running_mean is not None:
             self._update_running_stats(mean, variance, count)
         return y
 
     _fused_eager = disable_dynamo(_fused)  # communication is not traced
+
+    def _fused_eval(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        affine, statistics = wide_affine(x, self.weight, self.bias), (self.running_mean, self.running_var)
+        mean, variance = (value.to(affine[0].dtype) for value in statistics)  # type: ignore[union-attr]
+        params = batchnorm.NormParams(mean, variance, *affine, self.eps, "relu" if self.relu else None)
+        return batchnorm.normalise(x, params, None if residual is None else residual.to(x.dtype))
 
     @torch.no_grad()
     def _update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
@@ -102,28 +110,3 @@ class Normalise(UntransformedFunction):
         x, y, count, *values = ctx.saved_tensors
         params, need = batchnorm.NormParams(*values, *ctx.rest), ctx.has_residual and ctx.needs_input_grad[1]
         return *batchnorm.gradients(dy, x, y, params, count, ctx.all_reduce, ctx.group, need), *[None] * 6
-
-
-class _NormaliseEval(torch.autograd.Function):
-    """Normalisation with running statistics."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor,
-                eps: float, relu: bool) -> Tensor:  # fmt: skip
-        y = batchnorm.normalise(x, batchnorm.NormParams(mean, variance, weight, bias, eps, "relu" if relu else None), residual)
-        ctx.eps, ctx.has_residual = eps, residual is not None
-        ctx.save_for_backward(x, y if relu else None, mean, variance, weight)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, y, mean, variance, weight = ctx.saved_tensors
-        dz = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
-        shape = [1, -1] + [1] * (x.ndim - 2)
-        invstd = (variance + ctx.eps).rsqrt()
-        wide = dz.to(weight.dtype)
-        dims = [d for d in range(x.ndim) if d != 1]
-        dweight = (wide * (x - mean.view(shape)) * invstd.view(shape)).sum(dims)
-        dx = (wide * (weight * invstd).view(shape)).to(x.dtype)
-        return dx, dz if ctx.has_residual else None, dweight, wide.sum(dims), None, None, None, None

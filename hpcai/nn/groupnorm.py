@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hpcai.dynamo import disable_dynamo, is_transformed
 from hpcai.kernels.batchnorm import ACTIVATIONS, apply_activation, in_channels_last
 from hpcai.kernels.triton_support import needs_plain_ops, on_gpu
-from hpcai.nn.batchnorm import Normalise, is_local
+from hpcai.nn.batchnorm import Normalise, is_local, wide_affine
 
 
 class PerSampleNorm(nn.Module):
@@ -58,14 +58,9 @@ class PerSampleNorm(nn.Module):
         return self.group > 1 and x.dtype.itemsize >= 4 and x.shape[2:].numel() <= 2**15
 
     def _fused(self, x: Tensor) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if self.weight is None:
-            weight, bias = (x.new_full((self.channels,), value, dtype=wide) for value in (1.0, 0.0))
-        else:
-            weight, bias = self.weight.to(wide), self.bias.to(wide)
         all_reduce = None if is_local(self.all_reduce) else self.all_reduce
         args = self.eps, self.activation, self.slope, all_reduce, len(x), self.group
-        y, _, _, count = Normalise.apply(x, None, weight, bias, *args)
+        y, _, _, count = Normalise.apply(x, None, *wide_affine(x, self.weight, self.bias), *args)
         self._check_count(x, count)
         return y
 

@@ -225,14 +225,14 @@ class GEGLU(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """[B, N, C] -> the same"""
+    """``proj``, [B, N, C] -> [B, N, 4 C], and a linear layer.   [B, N, C] -> the same"""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, proj: nn.Module) -> None:
         super().__init__()
-        self.net = nn.ModuleList([GEGLU(channels, 4 * channels), nn.Identity(), nn.Linear(4 * channels, channels)])
+        self.net = nn.Sequential(proj, nn.Identity(), nn.Linear(4 * channels, channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net[2](self.net[0](x))
+        return self.net(x)
 
 
 class TransformerLayer(nn.Module):
@@ -247,7 +247,8 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.norm1, self.attn1 = LayerNorm(channels, autocast_output=True), MultiHeadAttention(channels, heads)
         self.norm2, self.attn2 = LayerNorm(channels, autocast_output=True), MultiHeadAttention(channels, heads, tokens)
-        self.norm3, self.ff = LayerNorm(channels, autocast_output=True), FeedForward(channels)
+        self.norm3 = LayerNorm(channels, autocast_output=True)
+        self.ff = FeedForward(channels, GEGLU(channels, 4 * channels))
 
     def forward(self, x: Tensor, sizes: Sequence[int], tokens: Tensor) -> Tensor:
         x = x + self.attn1(self.norm1(x), sizes)

@@ -3,19 +3,17 @@
 Parameters have the names of diffusers' files. B samples of S x S pixels, T patches, C channels
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.errors import DataError
-from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal_embedding
+from hpcai.models.diffusion.blocks import FeedForward, TimeEmbedding, sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import DiTConfig
 from hpcai.models.diffusion.transformer import (
     TIME_CHANNELS,
-    FeedForward,
+    GELUProjection,
     Modulation,
     attend,
     check_inputs,
@@ -82,7 +80,7 @@ class Block(nn.Module):
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
         self.norm1 = Modulation(cfg.width, 6, CombinedTimestepLabelEmbeddings(cfg))  # in every block, as in the files
-        self.attn1, self.ff = Attention(cfg), FeedForward(cfg.width)
+        self.attn1, self.ff = Attention(cfg), FeedForward(cfg.width, GELUProjection(cfg.width))
 
     def forward(self, x: Tensor, time: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
         c = self.norm1.emb(time, classes)
@@ -132,8 +130,6 @@ class DiT(PretrainedMixin):
 
 def position_embedding(cfg: DiTConfig, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
     """Return sines and cosines of the column of each patch, then of its row, computed in float32 at least.   [T, C]"""
-    wide, quarter = torch.promote_types(dtype, torch.float32), cfg.width // 4
-    frequencies = torch.exp(torch.arange(quarter, device=device, dtype=wide) * (-math.log(10_000) / quarter))
-    angles = torch.arange(cfg.size // cfg.patch, device=device, dtype=wide)[:, None] * frequencies
-    axis, n = torch.cat((angles.sin(), angles.cos()), -1), len(angles)
+    wide, n = torch.promote_types(dtype, torch.float32), cfg.size // cfg.patch
+    axis = sinusoidal_embedding(torch.arange(n, device=device), cfg.width // 2, wide).roll(cfg.width // 4, -1)  # sines first
     return torch.cat((axis[None].expand(n, -1, -1), axis[:, None].expand(-1, n, -1)), -1).flatten(0, 1).to(dtype)

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
 from hpcai.kernels.rotary import apply_rotary
-from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal_embedding
+from hpcai.models.diffusion.blocks import FeedForward, TimeEmbedding, sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import FluxConfig
 from hpcai.models.diffusion.transformer import (
     TIME_CHANNELS,
-    FeedForward,
+    GELUProjection,
     Modulation,
     attend,
     check_inputs,
@@ -82,7 +82,8 @@ class DoubleStreamBlock(nn.Module):
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()
         self.norm1, self.norm1_context = Modulation(cfg.width, 6), Modulation(cfg.width, 6)
-        self.attn, self.ff, self.ff_context = JointAttention(cfg), FeedForward(cfg.width), FeedForward(cfg.width)
+        self.attn = JointAttention(cfg)
+        self.ff, self.ff_context = (FeedForward(cfg.width, GELUProjection(cfg.width)) for _ in range(2))
 
     def forward(self, x: Tensor, text: Tensor, c: Tensor, rotary: CosSin) -> tuple[Tensor, Tensor]:
         mod, text_mod = self.norm1(c), self.norm1_context(c)

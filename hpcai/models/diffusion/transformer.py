@@ -81,17 +81,6 @@ class GELUProjection(nn.Module):
         return cheap(gelu, self.proj(x))
 
 
-class FeedForward(nn.Module):
-    """x [B, T, C] -> the same"""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(GELUProjection(channels), nn.Identity(), nn.Linear(4 * channels, channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Self-attention without mask.   three of [B, H, T, D] -> [B, T, H D]"""
     return grouped_query_attention(q, k, v).transpose(1, 2).flatten(2)

@@ -45,10 +45,10 @@ def build_triplets(graph: Graph) -> TripletGraph:
     return TripletGraph(graph.numbers[:n], graph.structure[:n], structures, i, j, shift, kj[~returns], ji[~returns])
 
 
-def energy_and_forces(net: Any, positions: Tensor, edges: TripletGraph, detached: bool) -> tuple[Tensor, Tensor]:
-    """Return energies and forces by ``TripletDimeNet``, or by PyTorch Geometric's modules.   positions [N, 3] -> [B], [N, 3]"""
+def predict_by_triplets(net: Any, graph: Graph, edges: TripletGraph, detached: bool) -> Prediction:
+    """Return energies and forces by ``TripletDimeNet``, or by PyTorch Geometric's modules."""
     i, j, kj, ji = edges.i, edges.j, edges.kj, edges.ji
-    positions = positions.clone().requires_grad_()
+    positions = graph.positions[: len(edges.numbers)].clone().requires_grad_()
     vector = positions[j] - positions[i] + edges.shift
     d = vector.square().sum(1).sqrt()
     directed = vector.detach() if detached else vector
@@ -61,7 +61,8 @@ def energy_and_forces(net: Any, positions: Tensor, edges: TripletGraph, detached
         m = interaction(m, radial, spherical, kj, ji)
         atoms = atoms + output(m, radial, i, num_nodes=len(positions))
     energy = atoms.new_zeros(edges.structures).index_add(0, edges.structure, atoms[:, 0])
-    return energy, -torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
+    gradient = torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
+    return Prediction(energy, F.pad(-gradient, (0, 0, 0, len(graph.positions) - len(positions))))
 
 
 class _Spherical(SphericalBessel):
@@ -128,8 +129,5 @@ class TripletDimeNet(ours.DimeNet):
         del self.spherical
 
     def forward(self, graph: Graph) -> Prediction:
-        edges, detached = build_triplets(graph), self.cfg.angles == "detached"
         with torch.enable_grad():
-            energy, forces = energy_and_forces(self, graph.positions[: len(edges.numbers)], edges, detached)
-        padding = len(graph.numbers) - len(edges.numbers)
-        return Prediction(energy, F.pad(forces, (0, 0, 0, padding)))
+            return predict_by_triplets(self, graph, build_triplets(graph), self.cfg.angles == "detached")

@@ -10,13 +10,7 @@ from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Rate, Se
 from hpcai.errors import ConfigError
 
 _PRESETS = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
-"""settings of networks and of features by name, without those that are the defaults"""
-
-
-def _preset(kind: str, name: str, of: str) -> dict[str, Any]:
-    if name not in _PRESETS[kind]:
-        raise ConfigError(f"there is no preset {name!r} of {of}; expected one of {', '.join(_PRESETS[kind])}")
-    return dict(_PRESETS[kind][name])
+"""settings of networks by name, without those that are the defaults"""
 
 
 class PairConfig(Settings):
@@ -112,7 +106,9 @@ class OpenFoldConfig(Settings):
     def preset(cls, name: str, **changes: Any) -> Self:
         """Return ``initial`` or ``finetuning`` (of training), ``model_1`` to ``model_5`` of AlphaFold (and ``_ptm``), or ``tiny``.
         """
-        return cls.model_validate(_preset("network", name, "OpenFold") | changes)
+        if name not in _PRESETS:
+            raise ConfigError(f"there is no preset {name!r} of OpenFold; expected one of {', '.join(_PRESETS)}")
+        return cls.model_validate(_PRESETS[name] | changes)
 
 
 class ObjectiveConfig(Settings):
@@ -131,10 +127,6 @@ class ObjectiveConfig(Settings):
     """bonds, angles and clashes; 1 in fine-tuning"""
     aligned_error: NonNegativeFloat = 0.0
     """0.1 for a network with ``heads.tm``"""
-
-    @classmethod
-    def finetuning(cls, **changes: Any) -> Self:
-        return cls.model_validate({"resolved": 0.01, "violation": 1.0} | changes)
 
 
 class MaskConfig(Settings):
@@ -161,11 +153,11 @@ class FeatureConfig(Settings):
     """
 
     crop: PositiveInt | None = 256
-    """residues of a crop, null for all; shorter chains are padded"""
+    """residues of a crop, null for all; shorter chains are padded. 384 in fine-tuning, null in evaluation"""
     clusters: PositiveInt = 124
-    """rows of the alignment in the main stack, besides those of templates"""
+    """rows of the alignment in the main stack, besides those of templates; 508 in fine-tuning"""
     extra: NonNegativeInt = 1024
-    """further rows of the alignment"""
+    """further rows of the alignment; 5120 in fine-tuning"""
     templates: NonNegativeInt = 4
     """maximum number of templates"""
     torsions: bool = True
@@ -179,8 +171,3 @@ class FeatureConfig(Settings):
     """blocks of neighbouring rows that are deleted from the alignment in training"""
     deleted_share: Rate = 0.3
     """fraction of all rows in one such block"""
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> Self:
-        """Return settings by name: ``initial`` or ``finetuning`` (of training), or MLPerf HPC's ``evaluation`` of full chains."""
-        return cls.model_validate(_preset("features", name, "features") | changes)

@@ -53,7 +53,7 @@ def prepare_features(
 ) -> dict[str, Tensor]:  # fmt: skip
     """The first half of ``fold``: return the features on the device of the model. Each process of a sharded model calls it
     independently."""
-    aatype, cfg = encode(sequence), cfg or FeatureConfig.preset("evaluation")
+    aatype, cfg = encode(sequence), cfg or FeatureConfig(crop=None)
     if len(sequence) >= 20 and len(letters := {*sequence.upper()}) > 2 and letters <= {*"ACGTUN"}:
         warn("the sequence has only letters of nucleotides, %s; expected residues; translate it", ", ".join(sorted(letters)))
     if model.cfg.template is None:

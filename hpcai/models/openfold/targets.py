@@ -89,10 +89,7 @@ def torsion_angles(aatype: Any, positions: Any, mask: Any, where: str = "structu
     Pre-omega and phi need the previous residue. Unknown angles are 0. A gap, as in templates, counts as X.
     [..., N], [..., N, 37, 3], [..., N, 37] -> [..., N, 7, 2], [..., N, 7, 2], [..., N, 7]
     """
-    return _torsion_angles(*_check(aatype, positions, mask, where, GAP))
-
-
-def _torsion_angles(aatype: Array, positions: Array, mask: Array) -> tuple[Array, Array, Array]:
+    aatype, positions, mask = _check(aatype, positions, mask, where, GAP)
     aatype = np.minimum(aatype, UNKNOWN)
     pairs, pair_mask = np.zeros((*aatype.shape, 74, 3), np.float32), np.zeros((*aatype.shape, 74), np.float32)
     pairs[..., :37, :], pair_mask[..., :37] = positions, mask
@@ -110,10 +107,7 @@ def _torsion_angles(aatype: Array, positions: Array, mask: Array) -> tuple[Array
 
 def pseudo_beta(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> tuple[Array, Array]:
     """Return CB, or CA of glycine, and its mask.   [..., N], [..., N, 37, 3], [..., N, 37] -> [..., N, 3], [..., N]"""
-    return _pseudo_beta(*_check(aatype, positions, mask, where, GAP))
-
-
-def _pseudo_beta(aatype: Array, positions: Array, mask: Array) -> tuple[Array, Array]:
+    aatype, positions, mask = _check(aatype, positions, mask, where, GAP)
     glycine = aatype == residues.RESTYPES.index("G")
     alpha, beta = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
     beta_positions = np.where(glycine[..., None], positions[..., alpha, :], positions[..., beta, :])
@@ -142,8 +136,8 @@ def compute_targets(aatype: Any, positions: Any, mask: Any, where: str = "struct
     index, swap = residues.ATOM14_TO_37[aatype], residues.ATOM14_SWAP[aatype]
     exists = residues.ATOM14_EXISTS[aatype] * np.take_along_axis(mask, index, -1)
     atom14_positions = np.take_along_axis(positions, index[..., None], -2) * exists[..., None]
-    sin_cos, alternative, torsion_mask = _torsion_angles(aatype, positions, mask)
-    beta, beta_mask = _pseudo_beta(aatype, positions, mask)
+    sin_cos, alternative, torsion_mask = torsion_angles(aatype, positions, mask, where)
+    beta, beta_mask = pseudo_beta(aatype, positions, mask, where)
     return make_atom14_masks(aatype, where) | _group_frames(aatype, positions, mask) | {
         "atom14_gt_exists": exists,
         "atom14_gt_positions": atom14_positions,

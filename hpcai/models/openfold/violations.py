@@ -27,16 +27,15 @@ class Bonds(NamedTuple):
     lengths: Tensor  # [B] mean violation of C-N, angstrom
     before: Tensor  # [B] of the cosine at C
     after: Tensor  # [B] of the cosine at N
-    violated: Tensor  # [B, R] 1 for a residue with any of them
 
 
 def violation_loss(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
     """Return the sum of violations, clashes per atom.   positions [B, R, 14, 3], exists [B, R, 14], aatype and index [B, R] -> [B]
     """
     atoms = exists.sum((1, 2)) + 1e-8
-    bonds_found = bond_violations(positions, exists, aatype, index)
+    bonds = bond_violations(positions, exists, aatype, index)
     clash = (clash_overlap(positions, exists, aatype, index) + within_residue_violations(positions, exists, aatype)) / atoms
-    return bonds_found.lengths + bonds_found.before + bonds_found.after + clash
+    return bonds.lengths + bonds.before + bonds.after + clash
 
 
 def bond_violations(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor, eps: float = 1e-6) -> Bonds:
@@ -57,14 +56,12 @@ def bond_violations(positions: Tensor, exists: Tensor, aatype: Tensor, index: Te
         (at_c, residues.COS_CA_C_N[0], residues.C_N_LENGTH[0][1], masks[1][:, :-1] * masks[2][:, :-1] * masks[0][:, 1:]),
         (at_n, residues.COS_C_N_CA[0], residues.COS_C_N_CA[1], masks[2][:, :-1] * masks[0][:, 1:] * masks[1][:, 1:]),
     )
-    means, violated = [], torch.zeros_like(consecutive)
+    means = []
     for value, target, deviation_of_value, mask in checks:
         excess = (eps + (value - target) ** 2).sqrt() - TOLERANCE * deviation_of_value
         mask = mask * consecutive
         means.append((mask * excess.relu()).sum(-1) / (mask.sum(-1) + eps))
-        violated = torch.maximum(violated, mask * (excess > 0))
-    violated_residues = torch.maximum(*(torch.nn.functional.pad(violated, side) for side in ((0, 1), (1, 0))))
-    return Bonds(means[0], means[1], means[2], violated_residues)
+    return Bonds(*means)
 
 
 def within_residue_violations(positions: Tensor, exists: Tensor, aatype: Tensor) -> Tensor:

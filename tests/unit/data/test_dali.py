@@ -214,7 +214,7 @@ def test_the_next_epoch_is_prefetched() -> None:
 
 def test_local_batches_of_any_size() -> None:
     data = Volumes()
-    sampler = Balanced([1] * 21 + [100] * 3, 8, equal=False)
+    sampler = Balanced([1] * 21 + [100] * 3, equal=False)
     loaders = [new_loader(data, 8, replica_mesh(r, 2), sampler=sampler) for r in range(2)]
     parts = [sample_indices(loader.epoch(0)) for loader in loaders]
     assert sorted(sum(parts[0] + parts[1], [])) == list(range(24)) and len({len(p) for p in parts[0] + parts[1]}) > 1

@@ -163,7 +163,7 @@ def test_shapes_depend_on_settings_alone_and_masks_mark_padding(
 
 def test_evaluation_uses_the_best_templates_centred_at_zero() -> None:
     chain, alignment, templates = inputs()
-    sample = featurize(chain, alignment, templates, FeatureConfig.preset("evaluation", templates=3), training=False)
+    sample = featurize(chain, alignment, templates, FeatureConfig(crop=None, templates=3), training=False)
     assert sample["template_sum_probs"][:, 0, 0].tolist() == [5, 4, 3]
     positions, mask = sample["template_all_atom_positions"][..., 0], sample["template_all_atom_mask"][..., 0]
     assert np.abs(positions.sum((1, 2)) / mask.sum((1, 2))[:, None]).max() < 1e-4 and not positions[mask == 0].any()

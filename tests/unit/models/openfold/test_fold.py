@@ -11,7 +11,7 @@ from hpcai.errors import DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, folding, read_mmcif
 from tests import proteins
 
-FEW = FeatureConfig.preset("evaluation", clusters=4, extra=4, templates=1)
+FEW = FeatureConfig(crop=None, clusters=4, extra=4, templates=1)
 SEQUENCE = "MKVLAAGXWW"
 
 
