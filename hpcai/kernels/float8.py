@@ -13,10 +13,7 @@ from torch import Tensor
 
 from hpcai.errors import ConfigError
 from hpcai.kernels import triton_support
-
-ALIGNMENT = 16  # tensor cores read rows of a multiple of 16 bytes
-MAX_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-"""Exponent of the largest finite value of each format of tensor cores, which is 1.75 * 2^exponent: 448 and 57,344."""
+from hpcai.kernels.float8_formats import ALIGNMENT, MAX_EXPONENT, padded_width
 
 
 class Float8Tensor(NamedTuple):
@@ -28,11 +25,6 @@ class Float8Tensor(NamedTuple):
     """[C, T'], contiguous, the transpose; T' is the next multiple of 16 of T, padded with zeros"""
     scale: Tensor
     """[] float32; the matrix is about ``rows * scale``"""
-
-
-def padded_width(T: int) -> int:
-    """Return the row stride of the transpose of a matrix with T rows, in elements."""
-    return -(-T // ALIGNMENT) * ALIGNMENT
 
 
 def quantize(

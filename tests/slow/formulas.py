@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcai.kernels import activations_triton, float8, float8_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
-from hpcai.kernels.float8 import MAX_EXPONENT
+from hpcai.kernels.float8_formats import MAX_EXPONENT
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # the interpreter truncates to bfloat16
 BF16, FP32 = torch.bfloat16, torch.float32
