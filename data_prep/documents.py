@@ -138,8 +138,8 @@ def find_cut(path: Path, length: int, tail: int) -> int:
     begin = length - tail - size
     data = b"".join(islice(read_blocks(path, begin), 2))                # the first may be short
     for pattern in (rb".*\n\n", rb".*\n", rb".*(?= )", rb".*(?=[^\x80-\xbf])") if file_kind(path) == "text" else (rb".*\n(?=>)",):
-        if found := re.compile(pattern, re.DOTALL).match(data, 0, size + 1):
-            return begin + found.end()
+        if match := re.compile(pattern, re.DOTALL).match(data, 0, size + 1):
+            return begin + match.end()
     return length
 
 

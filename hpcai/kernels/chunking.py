@@ -40,3 +40,9 @@ def map_chunks(
         chunk = slice(begin, min(begin + step, count))
         out.narrow(dim, begin, chunk.stop - begin).copy_(function(chunk))
     return out
+
+
+def both(x: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x and g; without g they are the halves of x along dim 1."""
+    x, g = x.chunk(2, 1) if g is None else (x, g)
+    return x, g

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hpcai.kernels import triton_support
+from hpcai.kernels.chunking import both
 
 
 def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -46,12 +47,6 @@ def reference(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute ``gate`` with operations of torch."""
     y = x * g.sigmoid()
     return y if mask is None else y * mask
-
-
-def both(x: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x and g; without g they are the halves of x along dim 1."""
-    x, g = x.chunk(2, 1) if g is None else (x, g)
-    return x, g
 
 
 class _Gate(torch.autograd.Function):

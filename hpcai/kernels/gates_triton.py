@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpcai.kernels.gates import both
+from hpcai.kernels.chunking import both
 
 # Elements of a tile: 16 a thread of each tensor, 8 KiB in bf16. At 3.35 TB/s (H100) and a latency of 0.8 us, 20 KB must be in
 # flight to each of 132 multiprocessors; five programs that read two tensors (48 registers a thread in bf16) load 80 KiB.
