@@ -130,7 +130,7 @@ def communication(mesh: Mesh, lora: LoRAConfig | None) -> list[str]:
         patch.setattr(tensor, function, _recording(getattr(tensor, function), events, name))
     with patch.context():
         x = torch.randn(1, 4, 32, requires_grad=True)
-        y = layer(x, (torch.ones(1, 8, 8), torch.zeros(1, 8, 8)))
+        y = layer(x, [(torch.ones(1, 8, 8), torch.zeros(1, 8, 8))] * 2)
         events.append("backward")
         y.sum().backward()
     return events

@@ -166,15 +166,13 @@ def comparable(cfg: LLMConfig) -> LLMConfig:
     """Return ``cfg`` without what config.json does not determine."""
     fields = LLMConfig.model_fields
     changes: dict[str, Any] = {name: fields[name].get_default() for name in TRAINING_SETTINGS}
-    changes |= {"head": cfg.head_dim, "key_heads": cfg.kv_heads}
+    changes |= {"head": None if cfg.latent else cfg.head_dim, "key_heads": cfg.kv_heads}
     if cfg.experts is not None:
         defaults = {name: type(cfg.experts).model_fields[name].get_default() for name in TRAINING_EXPERTS}
         changes["experts"] = cfg.experts.model_copy(update=defaults)
         if all(map(cfg.has_experts, range(cfg.layers))):
             changes["inner"] = cfg.experts.inner  # no layer has the other
-    if cfg.rotary is None or cfg.latent is None:
-        return cfg.model_copy(update=changes)
-    return cfg.model_copy(update=changes | {"head": None})
+    return cfg.model_copy(update=changes)
 
 
 def hub_config(cfg: LLMConfig, dtype: torch.dtype, source: Mapping[str, Any] | None = None) -> dict[str, Any]:

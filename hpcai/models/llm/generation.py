@@ -77,7 +77,7 @@ class Generation(Iterator[list[int | None]]):
         self.cache = KVCache(self.max_length - self.positions, self.max_length, size, len({*self.lengths}) > 1 or bool(self.graph))
         self._overrides = gather_overrides(model, pipeline)
         if depends_on_length(model.cfg.rotary):  # cached keys must have the frequencies of later queries
-            length = torch.tensor(self.max_length + self.max_tokens, device=device)
+            length = torch.full((), self.max_length + self.max_tokens, device=device)
             self._overrides += [(module, "text_length", length) for module in local_modules(model, pipeline)]
         for attention in local_attentions(model):
             cached = _CachedAttention(self.cache, local_attention(attention))

@@ -198,7 +198,8 @@ def _open_weights(path: Path, cfg: LLMConfig) -> dict[str, Lazy]:
     rules, prefix = tensor_rules(cfg, kind, sizes), family(kind).get("prefix", "")
     stored = dict(_known(opened, prefix, rules, cfg, path))
     if missing := [name for rule in rules for name in rule.theirs if name not in stored]:
-        raise CheckpointError(f"{path}: has no {missing[0]}" + (f", nor {len(missing) - 1} others" if missing[1:] else ""))
+        others = f", nor {len(missing) - 1} others" if missing[1:] else ""
+        raise CheckpointError(f"{path}: has no {missing[0]}{others}; is {CONFIG} that of these weights?")
     for tensor in stored.values():
         if isinstance(tensor, LazyTensor) and tensor.dtype not in _FLOATS:
             raise CheckpointError(f"{tensor.path}: {tensor.key} is {tensor.dtype}, expected {', '.join(sorted(_FLOATS))}")

@@ -311,7 +311,7 @@ def rotary_frequencies(
     if kind == "linear":
         return scaled
     if kind == "longrope":
-        short, long = (torch.tensor(factors, device=device) for factors in (scaling.short, scaling.long))
+        short, long = (torch.cat([torch.full((1,), x, device=device) for x in each]) for each in (scaling.short, scaling.long))
         return 1.0 / ((short if length is None else torch.where(length > scaling.original, long, short)) * cfg.theta**exponent)
     if kind == "yarn":
         bounds = [

@@ -82,8 +82,8 @@ class Tokenizer:
                 text = f"the added token {token['content']!r} has id {number:,}, the vocabulary makes it {actual}"
                 raise DataError(f"{self.where}: {text}; fetch the files again")
         self._ids: dict[str, int] = {**vocabulary, **{token["content"]: number for number, token in self._added.items()}}
-        names = {number: name for name, number in self._ids.items()}
-        if twice := [f"{name!r} and {names[number]!r}" for name, number in self._ids.items() if names[number] != name]:
+        names = {number: name for name, number in sorted(self._ids.items())}
+        if twice := [f"{name!r} and {names[number]!r}" for name, number in sorted(self._ids.items()) if names[number] != name]:
             raise DataError(f"{self.where}: {twice[0]} have one id, expected one of each token; fetch it again")
         self.size = max(self._ids.values()) + 1
         self.special = {number for number, token in self._added.items() if token.get("special")}

@@ -209,7 +209,11 @@ def test_an_interrupt_ends_an_answer_and_a_second_one_the_chat(
             yield piece
 
     monkeypatch.setattr("hpcai.models.llm.text.chat_reply", reply)
-    stdout, _ = command(chat.run, *command_args(weights=talker, system="s"), stdin="one\ntwo\nthree\n", code=130)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        stdout, _ = command(chat.run, *command_args(weights=talker, system="s"), stdin="one\ntwo\nthree\n", code=130)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert stdout == "a\n" and seen[1][1:] == [say("user", "one"), say("assistant", "a"), say("user", "two")]
 
 
