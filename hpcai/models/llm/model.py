@@ -57,7 +57,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.rotary_dim, self.qk_norm = cfg.head_dim, cfg.rotary_dim, cfg.qk_norm
         self.value_dim, self.scale = cfg.latent.value if cfg.latent else cfg.head_dim, _query_scale(cfg)
-        self.is_local = cfg.layer_window(layer) is not None
+        self.rotary_index = int(cfg.layer_window(layer) is not None)
         self._add_projections(cfg)
         self.o_proj = nn.Linear(cfg.heads * self.value_dim, cfg.width, cfg.has_bias("out"))
         self.sinks = nn.Parameter(torch.zeros(cfg.heads)) if cfg.sinks else None
@@ -97,7 +97,7 @@ class Attention(nn.Module):
         return *apply_rotary(q, k, *rotary), v  # not ``cheap``: nothing else saves its inputs
 
     def forward(self, x: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
-        q, k, v = self._heads(fused_linear(x, *self.first_layers), rotary[self.is_local] if rotary else None)
+        q, k, v = self._heads(fused_linear(x, *self.first_layers), rotary[self.rotary_index] if rotary else None)
         q = q if self.scale is None else q * self.scale
         if self.update_cache is not None:
             k, v = self.update_cache(k, v)
