@@ -27,6 +27,7 @@ from hpcai.nn.safetensors_files import Lazy, RangeView, ReorderedView, StackedVi
 
 CONFIG, OURS = "config.json", "ours"  # OURS: files with the names and shapes of parameters here
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+_KINDS: list[str] = list(_TABLES["families"])  # as ``model_type`` of config.json
 _SCALING: dict[str, dict[str, str]] = _TABLES["scaling"]
 _IGNORED_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned"}
 TRAINING_SETTINGS = {"dropout", "recompute", "deviation", "z_loss"}
@@ -45,11 +46,6 @@ def family(kind: str) -> dict[str, Any]:
     return base | own | merged | {"ignored": [*base["ignored"], *own.get("ignored", [])]}
 
 
-def kinds() -> list[str]:
-    """Return the names of the families, as ``model_type`` of config.json has them."""
-    return list(_TABLES["families"])
-
-
 # ---- settings
 
 
@@ -59,9 +55,9 @@ def read_config(folder: Path) -> LLMConfig:
     path, expected = folder / CONFIG, "settings as transformers writes them"
     config = read_object(path, expected)
     kind = str(config.get("model_type"))
-    with check_fields(path, expected, keys=family(kind)["keys"] if kind in kinds() else None):
-        if kind not in kinds():
-            raise ConfigError(f"{path}: a model of type {config['model_type']!r}; expected one of {', '.join(kinds())}")
+    with check_fields(path, expected, keys=family(kind)["keys"] if kind in _KINDS else None):
+        if kind not in _KINDS:
+            raise ConfigError(f"{path}: a model of type {config['model_type']!r}; expected one of {', '.join(_KINDS)}")
         method = (config.get("quantization_config") or {}).get("quant_method")
         if method is not None and (method, kind) != ("mxfp4", "gpt_oss"):
             raise ConfigError(f"{path}: weights are quantized by {method}, expected 16 bits or more; fetch or save the model so")
@@ -179,7 +175,7 @@ def hub_config(cfg: LLMConfig, dtype: torch.dtype, source: Mapping[str, Any] | N
     """Return ``cfg`` as config.json for all versions of transformers, with token ids and other keys that hpcai does not read from
     ``source``, the config.json of the original model. Raises CheckpointError if no family has these settings."""
     source = source or {}
-    for kind in sorted(kinds(), key=lambda kind: kind != source.get("model_type")):
+    for kind in sorted(_KINDS, key=lambda kind: kind != source.get("model_type")):
         config = _write_config(cfg, kind)
         try:
             read = _parse_config(config, kind, "")
