@@ -107,11 +107,3 @@ def quiet_hugging_face() -> Iterator[None]:
     yield
     for logging, level in zip(libraries, levels):
         logging.set_verbosity(level)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -25,7 +25,6 @@ from hpcai.nn.safetensors_files import open_tensors, read_full
 from hpcai.settings import StepConfig
 from tests.reference_data import DATA, load_arrays, load_json
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = ["llama2_tiny", "llama31_tiny", "llama31_short_tiny", "gpt2_tiny"]
 EXPERTS, OTHERS = ["mixtral_tiny", "qwen2moe_tiny"], ["mistral_tiny", "qwen2_tiny", "qwen3_tiny"]
 PRESETS = {

@@ -45,7 +45,7 @@ FAMILIES = load_json("llm/small_peers")["families"]
 
 
 @pytest.fixture(autouse=True)
-def compute_in_float64(monkeypatch: pytest.MonkeyPatch, one_thread: None, quiet_hugging_face: None) -> None:
+def compute_in_float64(monkeypatch: pytest.MonkeyPatch, quiet_hugging_face: None) -> None:
     """Have Llama of transformers compute norms, angles and softmax in float64 instead of float32."""
     dtypes = {"float32": torch.float64, "float": torch.float64}
     monkeypatch.setattr(modeling_llama, "torch", SimpleNamespace(**vars(torch) | dtypes))

@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {**LLAMA, "norm": "rms_zero_centered", "norm_position": "both", "feed": "geglu", "window": 3, "full_layers": (1,),
               "attention_softcap": 2.0, "logit_softcap": 3.0, "z_loss": 0.01, "scaled_embedding": True, "tied": True,
               "qk_norm": "head"},
-    "olmo": {**LLAMA, "norm_position": "after", "qk_norm": "all", "key_heads": 1, "bias": "attention"},
+    "olmo": {**LLAMA, "norm_position": "after", "qk_norm": "all", "bias": "attention"},
     "gpt_oss": {**LLAMA, "sinks": True, "window": 5, "full_layers": (1,), "bias": "attention", "recompute": "layers",
                 "rotary": {"scaling": {"kind": "yarn", "original": 4}},
                 "experts": {"count": 4, "top_k": 2, "inner": 12, "score": "softmax_after_topk", "bias": True, "clipped": True}},

@@ -14,7 +14,6 @@ from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, complete, generate,
 from hpcai.models.llm.generation import sample_tokens
 from tests.cpu_graph import CPUGraph
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LLAMA: dict[str, Any] = {
     "vocabulary": 25, "width": 16, "layers": 2, "heads": 4, "key_heads": 2, "inner": 24, "positions": 40, "dropout": 0.5,
 }  # fmt: skip

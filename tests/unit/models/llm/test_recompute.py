@@ -9,7 +9,6 @@ from torch import Tensor
 from hpcai.models.llm import LLM, LLMConfig
 from tests.unit.models.operation_checks import saved_tensor_bytes
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 LLAMA: dict[str, Any] = {"vocabulary": 11, "width": 32, "heads": 4, "key_heads": 2, "inner": 48, "positions": 16}
 GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True, "inner": 128}
 RECOMPUTE = ("none", "selective", "layers")
