@@ -23,6 +23,5 @@ def test_attention_and_gradients_are_those_of_masked_logits() -> None:
         logits = torch.cat((logits.masked_fill(~mask, -torch.inf), sinks[:, None, None].expand(2, -1, queries, has[0])), -1)
         expected = logits.softmax(-1)[..., :keys] @ v.repeat_interleave(4 // heads, 1)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-        pairs = zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in (actual, expected)))
-        for gradient, other in pairs:
+        for gradient, other in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in (actual, expected))):
             torch.testing.assert_close(gradient, other, rtol=1e-11, atol=1e-11)
