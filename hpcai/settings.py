@@ -11,7 +11,8 @@ from hpcai.config import PositiveInt, Settings
 from hpcai.errors import MeshError
 
 AXES = ("replicate", "pipeline", "context", "axial", "depth", "height", "tensor", "evaluate")
-"""The axes of every mesh, outermost first; inner ones communicate more. `evaluate` is separate from the others."""
+"""The axes of every mesh, outermost first; inner ones communicate more. `evaluate` is separate from the others, and `expert` is a
+part of `replicate`."""
 
 
 def mesh_shape(sizes: Mapping[str, int], world: int) -> tuple[dict[str, int], int]:
@@ -27,6 +28,9 @@ def mesh_shape(sizes: Mapping[str, int], world: int) -> tuple[dict[str, int], in
     model_size = math.prod(size for name, size in shape.items() if name != "replicate")
     if evaluate % model_size:
         raise MeshError(f"mesh.evaluate is {evaluate}, but a replica has {model_size} ranks; give a multiple of {model_size}")
+    if shape["replicate"] % (expert := sizes.get("expert", 1)):
+        replicas = shape["replicate"]
+        raise MeshError(f"mesh.expert is {expert}, which does not divide {replicas} replicas; take a divisor of {replicas}")
     return shape, train
 
 

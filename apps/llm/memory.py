@@ -132,11 +132,10 @@ def _estimate_rank(cfg: Config, sizes: MeshSizes, rank: int) -> dict[str, float]
     tokens = max(cfg.data.batch // (sizes.replicate * step.accumulate), 1) * row_tokens(cfg) // sizes.context
     hidden, product = _element_bytes(cfg)
     keys = m.kv_heads * max(n // m.kv_heads, 1) - m.kv_heads  # key heads that are replicated on several ranks
-    parallel = m.experts.parallel if m.experts else 1
-    experts = (m.num_parameters - m.count_parameters(0)) / m.layers / n / parallel  # of a rank in a layer
+    experts = (m.num_parameters - m.count_parameters(0)) / m.layers / n / cfg.mesh.expert  # of a rank in a layer
     layer = (m.count_parameters(0) - _embedding_parameters(cfg)) / m.layers / n + experts + 2 * keys * m.head_dim * m.width / n
     ends = _embedding_parameters(cfg) / n if sizes.pipeline == 1 else m.vocabulary * m.width / n
-    different = local_layers * experts if parallel > 1 else 0.0  # replicas do not shard what they do not share
+    different = local_layers * experts if cfg.mesh.expert > 1 else 0.0  # replicas do not shard what they do not share
     nbytes = _state_bytes(cfg, sizes, local_layers * layer + ends - different, trained=cfg.lora is None, ends=ends)
     for name, value in _state_bytes(cfg, sizes, different, trained=cfg.lora is None, shard="none").items():
         nbytes[name] += value

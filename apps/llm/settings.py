@@ -46,6 +46,9 @@ class StartConfig(Settings):
 class AxesConfig(MeshConfig, Pipeline, Context, Tensor):
     """The mesh: model replicas, sharded over ``pipeline``, ``context`` and ``tensor``."""
 
+    expert: PositiveInt = 1
+    """expert parallelism: so many neighbouring replicas share the experts of a layer, and each has some of them"""
+
 
 class StagesConfig(Settings):
     """The schedule of pipeline stages over ``mesh.pipeline``."""

@@ -126,6 +126,8 @@ class Mesh:
     sizes of replicas. ``link`` connects each process of the first training replica to the evaluating ones with the same shard of
     the weights. Its group is created at once, because they use it at any time.
 
+    ``expert`` is no axis of its own, but the size of neighbouring groups along ``replicate`` (``split``).
+
     Raises MeshError if the product of the sizes is not the number of processes.
     """
 
@@ -133,9 +135,9 @@ class Mesh:
         self, sizes: Mapping[str, int], world: int = 1, rank: int = 0, device: torch.device | None = None,
         timeout: timedelta | None = None,
     ) -> None:  # fmt: skip
-        unknown = sorted(set(sizes) - set(AXES))
+        unknown = sorted(set(sizes) - {*AXES, "expert"})
         if unknown:
-            raise MeshError(f"mesh has no axis {unknown[0]!r}; it has {', '.join(AXES)}")
+            raise MeshError(f"mesh has no axis {unknown[0]!r}; it has {', '.join(AXES)} and expert")
         self.device = device if device is not None else torch.device("cpu")
         if self.device.type == "cuda" and self.device.index is None:  # a new thread would use the first GPU
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -145,7 +147,7 @@ class Mesh:
         self.trains = rank < train
         if not self.trains:
             shape |= {"replicate": evaluate // model_size}
-        self.sizes = shape | {"evaluate": evaluate}
+        self.sizes = shape | {"expert": sizes.get("expert", 1), "evaluate": evaluate}
         self.world, self.rank = (train, rank) if self.trains else (evaluate, rank - train)
         self._ranks = np.arange(rank - self.rank, rank - self.rank + self.world).reshape(tuple(shape.values()))
         self._timeout = timeout

@@ -2,7 +2,7 @@
 tensor parallelism: the inner channels of each expert are sharded.
 
     tensor_parallel_experts(layer, mesh["tensor"], sequence=1)
-    expert_parallel(layer, mesh, 8)                        # 8 neighbouring replicas share the experts, every 8th has the same ones
+    expert_parallel(layer, mesh)                           # mesh.expert neighbouring replicas share the experts
 
 Lepikhin et al., "GShard", 2021. Replicas that share experts compute them for the tokens of all: their gradients are complete, and
 are summed over replicas with the same experts only. While tokens travel to their experts, the shared expert computes, in the
@@ -31,18 +31,19 @@ from hpcai.parallel.sharding import shard_
 from hpcai.parallel.tensor import ParallelSequence, ReduceOutput
 
 
-def expert_parallel(moe: MoE, mesh: Mesh, size: int) -> None:
-    """Shard the experts of ``moe``, in place, over groups of ``size`` neighbouring replicas, each with any number of experts >= 1.
+def expert_parallel(moe: MoE, mesh: Mesh) -> None:
+    """Shard the experts of ``moe``, in place, over ``mesh.expert`` neighbouring replicas, each with any number of experts >= 1.
 
-    Call it with size 1 as well, if there are several replicas: it also lets the router count the load of all ranks. Ranks of a
+    Call it for a size of 1 as well, if there are several replicas: it also lets the router count the load of all ranks. Ranks of a
     group call the layer equally often, also in an evaluation; with a capacity they have equal numbers of tokens. Raises MeshError
-    if the size does not divide the replicas, or is larger than the number of experts.
+    for more ranks than experts.
     """
-    between, within = mesh.split("replicate", size, "model.experts.parallel")
-    if size > (total := len(moe.gate.counts)):
-        raise MeshError(f"model.experts.parallel is {size}, but a layer has {total} experts; set it to {total} or less")
+    size, total = mesh.sizes["expert"], len(moe.gate.counts)
+    if size > total:
+        raise MeshError(f"mesh.expert is {size}, but a layer has {total} experts; set it to {total} or less")
     if size > 1 and mesh.sizes["evaluate"]:
-        raise MeshError(f"model.experts.parallel is {size}, but processes of mesh.evaluate get experts of one rank; set it to 0")
+        raise MeshError(f"mesh.expert is {size}, but processes of mesh.evaluate have all experts; set one of them to its default")
+    between, within = mesh.split("replicate", size, "mesh.expert")
     moe.gate.all_reduce = AllReduce(*(mesh[name] for name in ("replicate", "context") if mesh[name].size > 1))
     if within.size == 1:
         return

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hpcai.dist.collectives import all_reduce_min, broadcast_object, gather_distinct, gather_rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.dist.waiting import HEARTBEAT, waiting_at
-from hpcai.errors import ConfigError
+from hpcai.errors import ConfigError, DataError
 from hpcai.settings import AXES
 from hpcai.train.background import submit
 from hpcai.train.flight_recorder import pause_watchdog
@@ -42,8 +42,8 @@ def evaluate(step: Step, metric: Metric, batches: Any) -> dict[str, float]:
 def compute_metrics(step: Step, pipeline: Any, metric: Metric, batches: Any, axis: Axis, device: torch.device) -> dict[str, float]:
     """Return each metric of the model of ``pipeline``, without averaging weights, with sums added over ``axis`` on ``device``."""
     sums = MetricSums()
-    for batch in _eval_mode_batches(pipeline.model, batches):
-        if (values := pipeline.forward(metric, batch, step.autocast)) is not None:
+    for batch, is_repeated in _eval_mode_batches(step, pipeline.model, batches):
+        if (values := pipeline.forward(metric, batch, step.autocast)) is not None and not is_repeated:
             sums.add(values, samples_in(batch))
     metrics = sums.reduce(axis, device, uneven=True)
     return broadcast_object(metrics, step.mesh["pipeline"], step.pipeline.source)  # from the stage with the model's outputs
@@ -55,8 +55,9 @@ def predict(step: Step, function: PredictFunction, batches: Any) -> dict[str, Te
     others. These hold only their own rows until they are fetched."""
     outputs: dict[str, list[Tensor]] = {}
     with step.average.applied():
-        for batch in _eval_mode_batches(step.model, batches):
-            for name, value in (step.pipeline.forward(function, batch, step.autocast) or {}).items():
+        for batch, is_repeated in _eval_mode_batches(step, step.model, batches):
+            values = step.pipeline.forward(function, batch, step.autocast) or {}
+            for name, value in {} if is_repeated else values.items():
                 outputs.setdefault(name, []).append(value.cpu())
     mesh, rows = step.mesh, dict[str, Tensor]()
     if any(mesh[name].rank for name in AXES if name not in ("replicate", "pipeline", "evaluate")):
@@ -76,6 +77,9 @@ class SampleCache:
         self._batches, self._cached = batches, list[Any]()
         self.samples, self._complete = batches.samples, False
 
+    def __len__(self) -> int:
+        return len(self._batches)
+
     def epoch(self, epoch: int) -> Iterator[Any]:
         if self._complete:
             yield from self._cached
@@ -90,14 +94,24 @@ class SampleCache:
         return list(self._batches.news())
 
 
-def _eval_mode_batches(model: nn.Module, batches: Any) -> Iterator[Any]:
-    """Iterate over the batches with the model in evaluation mode."""
-    was_training = model.training
+def _eval_mode_batches(step: Step, model: nn.Module, batches: Any) -> Iterator[tuple[Any, bool]]:
+    """Iterate over (batch, False) with the model in evaluation mode. If its forward pass is a collective of the replicas, (the last
+    batch, True) follows on ranks with fewer batches than others, since a loader leaves out empty ones."""
+    was_training, batch, count = model.training, None, 0
     model.eval()
     try:
         for batch in batches.epoch(0) if hasattr(batches, "epoch") else batches:
-            yield batch
+            yield batch, False
+            count += 1
             HEARTBEAT.beats += 1
+        if (step.cfg.shard == "weights" or step.mesh.sizes["expert"] > 1) and (replicas := step.mesh["replicate"]).size > 1:
+            for _ in range(count, len(batches)):
+                if batch is None:
+                    raise DataError(
+                        f"replica {replicas.rank} of {replicas.size} has no sample to evaluate, but others need its weights; "
+                        f"take batches of at least {replicas.size} samples"
+                    )
+                yield batch, True
     finally:
         model.train(was_training)
 

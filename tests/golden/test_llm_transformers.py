@@ -167,10 +167,6 @@ def test_a_family_is_the_same_model_in_transformers_and_back(case: str, tmp_path
     check_same(model.double(), back)
     llm.save_folder(model.state_dict(), model.cfg, tmp_path / "any")  # of the first family with these settings
     check_close(LLM.load(tmp_path / "any").double()(random_tokens(50)), model(random_tokens(50)))
-    if model.cfg.experts is not None:
-        model.cfg = model.cfg.model_copy(update={"experts": model.cfg.experts.model_copy(update={"parallel": 2})})
-        model.save(tmp_path / "own.safetensors")
-        assert LLM.load(tmp_path / "own.safetensors").cfg.experts.parallel == 1, "a run on other ranks reads it"
 
 
 def build_model(kind: str) -> LLM:

@@ -39,7 +39,7 @@ def on_ranks(
     """
     world = 1
     for name, size in axes.items():
-        world *= size if name != "evaluate" else 1
+        world *= size if name not in ("evaluate", "expert") else 1
     world += axes.get("evaluate", 0)
     call = axes, function, args
     if world == 1:

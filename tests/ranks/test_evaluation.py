@@ -1,5 +1,6 @@
 """Metrics and predictions do not depend on the number of ranks, nor on uneven shards."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,8 +14,10 @@ from hpcai.data import Loader
 from hpcai.dist import collectives
 from hpcai.dist.collectives import gather_distinct, gather_rows_to_first
 from hpcai.dist.mesh import Mesh
+from hpcai.errors import DataError
 from hpcai.settings import StepConfig
 from hpcai.train import Step, evaluate, predict
+from hpcai.train.evaluation import _eval_mode_batches
 from hpcai.train.metrics import MetricSums
 from tests.index_source import IndexSource
 from tests.ranks.launch import on_ranks
@@ -25,9 +28,10 @@ class Rows(IndexSource):
         return torch.randn(3, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
 
 
-def evaluate_and_predict(mesh: Mesh, count: int, batch: int) -> tuple[dict[str, float], list[list[float]]]:
+def evaluate_and_predict(mesh: Mesh, count: int, batch: int, shard: Any = "none") -> tuple[dict[str, float], list[list[float]]]:
     torch.manual_seed(0)
-    step = Step(nn.Linear(3, 2), lambda m, b: {"loss": m(b).mean()}, StepConfig(precision="fp64"), mesh)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(2)), nn.Linear(3, 2))  # two blocks
+    step = Step(model, lambda m, b: {"loss": m(b).mean()}, StepConfig(precision="fp64", shard=shard), mesh)
     loader = Loader(Rows(count), batch, mesh, name="v", shuffle=False, last_batch="keep")
     values = evaluate(step, lambda m, b: {"mean": m(b).mean(), "rms": (m(b).square().sum(), 2 * len(b))}, loader)
     return values, predict(step, lambda m, b: {"y": m(b)}, loader).get("y", torch.zeros(0)).tolist()
@@ -38,9 +42,18 @@ def test_sharded_equals_full(count: int, batch: int) -> None:
     values, rows = on_ranks({"replicate": 1}, evaluate_and_predict, count, batch)[0]
     assert len(rows) == count
     for axes in ({"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}):
-        for rank, (metrics, predictions) in enumerate(on_ranks(axes, evaluate_and_predict, count, batch)):
-            assert metrics == pytest.approx(values, rel=1e-12)
-            assert np.allclose(sorted(predictions), [] if rank else sorted(rows), rtol=1e-12), "only the first process has rows"
+        for shard in ("none", "weights") if batch >= axes["replicate"] and "depth" not in axes else ("none",):
+            for rank, (metrics, predictions) in enumerate(on_ranks(axes, evaluate_and_predict, count, batch, shard)):
+                assert metrics == pytest.approx(values, rel=1e-12), shard
+                assert np.allclose(sorted(predictions), [] if rank else sorted(rows), rtol=1e-12), "only the first process has rows"
+
+
+def test_a_rank_without_samples_is_named_if_others_need_its_weights() -> None:
+    mesh = Mesh({"replicate": 4}, world=4)
+    step: Any = SimpleNamespace(mesh=mesh, cfg=StepConfig(shard="weights"))
+    loader = Loader(Rows(8), 2, mesh, name="v", shuffle=False, last_batch="keep")
+    with pytest.raises(DataError, match=r"replica 0 of 4 has no sample to evaluate.*batches of at least 4 samples"):
+        list(_eval_mode_batches(step, nn.Identity(), loader))
 
 
 # ---- sums of tensors

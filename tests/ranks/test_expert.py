@@ -68,11 +68,12 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
     """Build a step of the model of a case, with its number of expert ranks. Those with a capacity have the micro-batches of one
     replica in each mesh, since it counts the pairs of a call; that of DeepSeek has other ones."""
     replicas, sequence = mesh["replicate"].size, 1 if case["model"] != "gpt-oss" else None
+    mesh.sizes["expert"] = min(case.get("expert", 1), replicas)
     with deferred(seed):
         model = Network(mesh, case["model"], sequence is not None)
         for layer in model.layers:
             tensor_parallel_experts(layer, mesh["tensor"], sequence)
-            expert_parallel(layer, mesh, min(case.get("expert", 1), replicas))
+            expert_parallel(layer, mesh)
     if model.sequence:
         sum_gradients_over(model, mesh["tensor"])
     settings: dict[str, Any] = {"precision": "fp64", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9, "eps": 1e-5}
@@ -116,7 +117,7 @@ def test_a_checkpoint_resumes_with_another_number_of_expert_ranks(tmp_path: Path
 def order_of_events(mesh: Mesh) -> list[str]:
     """Return the order in which a layer communicates and computes its shared expert, forward and backward."""
     layer, events = build_layer("mixtral"), list[str]()
-    expert_parallel(layer, mesh, 2)
+    expert_parallel(layer, mesh)
     start, wait = expert._start_all_to_all, expert.Work.wait
     for name in ("shared_expert", "experts"):
         part, record = layer.get_submodule(name), partial(lambda name, *_: events.append(name), name)
@@ -132,15 +133,15 @@ def order_of_events(mesh: Mesh) -> list[str]:
 
 def test_the_shared_expert_computes_while_tokens_travel() -> None:
     forward, backward = "start shared_expert wait experts start wait", "start wait experts start shared_expert wait"
-    for events in on_ranks({"replicate": 2}, order_of_events):
+    for events in on_ranks({"replicate": 2, "expert": 2}, order_of_events):
         assert " ".join(events) == f"{forward} {backward}"
 
 
 @pytest.mark.parametrize(("size", "evaluate", "message"), [
-    (3, 0, "which do not divide into groups of 3; set model.experts.parallel"), (8, 0, "has 6 experts"), (2, 1, "of mesh.evaluate"),
+    (3, 0, "which does not divide 8 replicas"), (8, 0, "has 6 experts"), (2, 1, "of mesh.evaluate"),
 ])  # fmt: skip
 def test_a_size_that_does_not_fit_is_refused(size: int, evaluate: int, message: str) -> None:
-    mesh = Mesh({"replicate": 8}, world=8)
-    mesh.sizes["evaluate"] = evaluate
     with pytest.raises(MeshError, match=message):
-        expert_parallel(build_layer("mixtral"), mesh, size)
+        mesh = Mesh({"replicate": 8, "expert": size}, world=8)
+        mesh.sizes["evaluate"] = evaluate
+        expert_parallel(build_layer("mixtral"), mesh)

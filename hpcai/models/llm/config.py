@@ -125,8 +125,6 @@ class ExpertsConfig(Settings):
     """coefficient of the mean squared logsumexp of router logits (Zoph et al. 2022)"""
     bias_update_rate: NonNegativeFloat = 0.0
     """change of the ``correction`` of an expert per step (Wang et al. 2024)"""
-    parallel: PositiveInt = 1
-    """expert parallelism: so many neighbouring replicas share the experts of a layer, and each has some of them"""
     capacity: PositiveFloat | None = None
     """tokens of an expert, relative to a balanced load; further ones are dropped; null: none are"""
 

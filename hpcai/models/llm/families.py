@@ -32,7 +32,7 @@ _SCALING: dict[str, dict[str, str]] = _TABLES["scaling"]
 _IGNORED_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned"}
 TRAINING_SETTINGS = {"dropout", "recompute", "deviation", "z_loss"}
 """settings that config.json does not determine"""
-TRAINING_EXPERTS = {"balance_loss", "z_loss", "bias_update_rate", "capacity", "parallel"}
+TRAINING_EXPERTS = {"balance_loss", "z_loss", "bias_update_rate", "capacity"}
 
 
 @cache

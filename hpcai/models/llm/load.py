@@ -177,8 +177,6 @@ def read_settings(path: str | Path) -> LLMConfig:
     settings = read_config(path) if path.is_dir() else weights.read_settings(path, "llm", LLMConfig)
     if settings is None:
         raise CheckpointError(f"{path}: weights without settings; give the folder that has {CONFIG} beside them")
-    if settings.experts is not None:  # those of a run, whose ranks are not those of this one
-        settings = settings.model_copy(update={"experts": settings.experts.model_copy(update={"parallel": 1})})
     return settings
 
 

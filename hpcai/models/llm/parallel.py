@@ -25,7 +25,7 @@ from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_
 
 def parallelize(model: LLM, mesh: Mesh) -> LLM:
     """Shard ``model`` over ``tensor`` and ``context``, in place. Raises MeshError if the mesh does not fit."""
-    mesh.check_axes("LLM", "replicate", "tensor", "context", "pipeline")
+    mesh.check_axes("LLM", "replicate", "expert", "tensor", "context", "pipeline")
     tensor, context, cfg = mesh["tensor"], mesh["context"], model.cfg
     layers: Any = model.model.layers
     if cfg.heads % tensor.size:
@@ -54,9 +54,11 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
             attention = layer.self_attn
             attention.core_attention = ContextParallelAttention(context, cfg.recompute != "layers", attention.core_attention)
         sum_gradients_over(model, context)
-    for layer in layers if cfg.experts is not None else ():
+    if mesh.sizes["expert"] > 1 and cfg.experts is None:
+        raise MeshError(f"mesh.expert is {mesh.sizes['expert']}, but the model has no experts; set it to 1, or model.experts")
+    for layer in layers:
         if isinstance(layer.mlp, MoE):
-            expert_parallel(layer.mlp, mesh, cfg.experts.parallel)
+            expert_parallel(layer.mlp, mesh)
     return model
 
 
