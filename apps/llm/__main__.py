@@ -23,6 +23,7 @@ class Run(Config):
 
 def main(cfg: Config) -> None:
     from apps.llm.data import build_loaders, build_model, complete_settings
+    from apps.llm.routers import RouterWatch
     from apps.llm.texts import save_texts, save_tokenizer
     from hpcai import dist, train
     from hpcai.models import llm
@@ -35,6 +36,8 @@ def main(cfg: Config) -> None:
         with train.Run("llm", cfg, mesh, benchmark, cost) as run, build_loaders(cfg, mesh) as (training, validation, pictures):
             with train.seeds(cfg.train.seed):
                 model = build_model(cfg, mesh)
+            if model.cfg.experts is not None and mesh.is_first:
+                run.reports.sinks += (RouterWatch(run.reports, model.cfg.experts),)
             step = train.Step(model, llm.loss, cfg.step, mesh, pipeline=llm.build_pipeline(model, mesh, **cfg.stages.model_dump()))
             metric = llm.score if validation is not None else None
             result = train.fit(step, training, cfg.train, validation=validation, evaluate=metric, run=run)

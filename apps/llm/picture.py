@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report.picture import Finding, Table, arrays, format_measured
 from hpcai.cli.report.theme import WIDTH, Theme, panel_title
@@ -18,6 +19,11 @@ from hpcai.errors import DataError
 FILE = "text.npz"
 TITLE = "Held-out text"
 BINS = 24                                                # of positions
+LINES = (                                                # metrics of the training's reports, of a mixture of experts
+    ("expert_load", "expert_load", "Load of the busiest expert", "relative to a balanced load", "Of all layers, in training."),
+    ("router_entropy", "router_entropy", "Entropy of routers", "nats", "Mean over tokens and layers; 0 for a collapsed router."),
+    ("dropped", "dropped", "Dropped tokens", "fraction of pairs of a token and an expert", "Pairs that exceed the capacity."),
+)
 
 
 @dataclass
@@ -29,16 +35,19 @@ class Texts:
     positions: np.ndarray                                # [T] nats of a token, by its position in the row
     counts: np.ndarray                                   # [T] tokens
     texts: list[list[str]]                               # [M] of three: prompt, generated, true
+    load: np.ndarray | None = None                       # [L, E] tokens of each expert in each layer with experts
 
 
 def read(path: Path) -> Texts:
-    content = arrays(path, {"positions": "real T", "counts": "whole T"}, ("names", "bits", "texts"))
+    content = arrays(path, {"positions": "real T", "counts": "whole T"}, ("names", "bits", "texts", "load"))
     if not content["counts"].sum() > 0 or not np.isfinite(content["positions"]).all():
         raise DataError("no token counts, or a loss is not finite")
     names, bits, texts = content["names"].astype(str).tolist(), content["bits"].astype(float), content["texts"].astype(str)
     if bits.shape != (len(names),) or texts.ndim != 2 or texts.shape[1] != 3:
         raise DataError(f"bits is {bits.shape}, texts {texts.shape}; expected ({len(names)},) and [M, 3]")
-    return Texts(names, bits, content["positions"].astype(float), content["counts"], texts.tolist())
+    if (load := content.get("load")) is not None and (load.ndim != 2 or not (load.sum(-1) > 0).all()):
+        raise DataError(f"load is {load.dtype} {load.shape}; expected positive sums of [layers, experts]")
+    return Texts(names, bits, content["positions"].astype(float), content["counts"], texts.tolist(), load)
 
 
 def caption(texts: Texts) -> str:
@@ -66,9 +75,11 @@ def finding(texts: Texts) -> Finding:
 
 
 def draw(texts: Texts, theme: Theme) -> list[Figure]:
-    figures = [Figure(figsize=(WIDTH, 3.6)) for _ in range(2)]
+    figures = [Figure(figsize=(WIDTH, 3.6)) for _ in range(2 if texts.load is None else 3)]
     _codes(figures[0].subplots(), texts, theme)
     _positions(figures[1].subplots(), texts, theme)
+    if texts.load is not None:
+        _load(figures[2].subplots(), texts.load, theme)
     return figures
 
 
@@ -96,6 +107,18 @@ def _positions(axes: Axes, texts: Texts, theme: Theme) -> None:
     mean = float((texts.positions * texts.counts).sum() / texts.counts.sum())
     known = means[total > 0]
     panel_title(axes, "Loss by position", f"mean {mean:.3f} nats; {known[-1] - known[0]:+.2f} from first to last positions", theme)
+
+
+def _load(axes: Axes, load: np.ndarray, theme: Theme) -> None:
+    relative = load / load.mean(-1, keepdims=True)
+    image = axes.imshow(relative, cmap=theme.values, vmin=0, vmax=max(2.0, float(relative.max())), aspect="auto")
+    axes.grid(False)
+    axes.set(xlabel="expert", ylabel="layer with experts")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.figure.colorbar(image, ax=axes, label="load relative to a balanced one")
+    unused = int((relative < 0.1).sum())
+    panel_title(axes, "Load of experts", f"busiest {relative.max():.2f}; {unused} of {load.size} below 0.1", theme)
 
 
 def table(texts: Texts) -> Table | None:

@@ -74,10 +74,12 @@ def adaptive_code_bits(tokens: np.ndarray, size: int) -> float:
 
 
 def write_texts(path: Path, rows: dict[str, Tensor], codes: dict[str, float], texts: list[list[str]]) -> None:
-    """Write mean losses by position [T] in nats, names and bits/byte of codes [K], and texts [M, 3]: prompt, generated, true."""
+    """Write mean losses by position [T] in nats, names and bits/byte of codes [K], texts [M, 3]: prompt, generated, true, and the
+    load of each expert [layers, experts] in tokens, if the model has some."""
     counted = rows["counted"].double()
     by_position: Any = rows["nats"].double().sum(0) / counted.sum(0).clamp(min=1)
+    load: dict[str, Any] = {"load": rows["load"].double().sum(0).numpy()} if "load" in rows else {}
     np.savez_compressed(
-        path, positions=by_position.numpy(), counts=counted.sum(0).long().numpy(), names=np.array([*codes], str),
+        path, **load, positions=by_position.numpy(), counts=counted.sum(0).long().numpy(), names=np.array([*codes], str),
         bits=np.array([*codes.values()]), texts=np.array(texts, str).reshape(-1, 3),
     )  # fmt: skip

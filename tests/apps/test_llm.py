@@ -8,20 +8,26 @@ import sysconfig
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from apps.llm import picture
 from apps.llm.data import Texts, open_rows, read_metadata
+from apps.llm.routers import RouterWatch
 from apps.llm.settings import Config
 from data_prep import text
-from hpcai import config, dist
+from hpcai import config, dist, log
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer
+from hpcai.models.llm.config import ExpertsConfig
 from hpcai.models.llm.load import save_folder
+from hpcai.nn.moe import Router
 from hpcai.train.optim import match_names
 from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import ROOT, damage, metric_by_step
@@ -146,6 +152,36 @@ def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None
             counts = [count + int(part.sum()) for count, part in zip(counts, (order < 24, order >= 24))]
     assert counts == [48, 24]
     assert APP.run(data, tmp_path / "run", f"data.blend={{{other}: 0.5}}") == 0 and len(metric_by_step(tmp_path / "run")) == 8
+
+
+def test_a_run_with_experts_reports_their_load(data: Path, tmp_path: Path) -> None:
+    experts = "model.experts={count: 4, top_k: 2, inner: 16, capacity: 1.0, dense_layers: [0]}"
+    assert APP.run(data, tmp_path, experts, "model.layers=3", "train.epochs=1", "train.report_every=1") == 0
+    for name, (low, high) in {"expert_load": (1, 2), "router_entropy": (0.1, np.log(4)), "dropped": (0.001, 0.5)}.items():
+        values = [*metric_by_step(tmp_path, name=name).values()]
+        assert values and all(low <= value <= high for value in values), (name, values)
+    texts = picture.read(tmp_path / picture.FILE)
+    assert texts.load is not None and texts.load.shape == (2, 4)
+    assert texts.load.sum(-1) == pytest.approx(2 * texts.counts.sum()), "two experts a token"
+
+
+def test_a_collapsed_router_is_named_with_a_remedy() -> None:
+    model = llm.LLM(LLMConfig(vocabulary=16, width=8, layers=2, heads=2, inner=8, experts=ExpertsConfig(count=8, inner=8)))
+    assert model.cfg.experts is not None
+    for router in (part for part in model.modules() if isinstance(part, Router)):
+        nn.init.zeros_(router.weight)
+    metrics = llm.loss(model, llm.Batch(torch.randint(16, (2, 9))))
+    values = {name: float(metrics[name]) for name in ("expert_load", "router_entropy")}
+    events: list[Any] = []
+    reports = SimpleNamespace(emit=lambda kind, **fields: events.append((kind, fields["step"], fields["text"])))
+    watch: Any = RouterWatch(reports, model.cfg.experts)  # type: ignore[arg-type]
+    for step in range(1, 9):
+        load = 3.5 if step == 3 else values["expert_load"]
+        watch.write(log.Event("train", 0.0, {**values, "step": step, "expert_load": load}))
+    (kind, step, text), = events  # fmt: skip
+    assert (kind, step) == ("note", 6), "the third in a row"
+    assert text.startswith("routers have collapsed: the busiest expert has 4 times a balanced load, of at most 4, at an entropy")
+    assert text.endswith("raise model.experts.balance_loss (0; often 0.01), or lower step.lr")
 
 
 def test_only_answers_are_trained_on_and_scored(tmp_path: Path) -> None:

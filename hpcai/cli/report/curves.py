@@ -139,8 +139,8 @@ def plots(run: RunRecord) -> list[Plot]:
             slug = "".join(letter if letter.isalnum() else "_" for letter in name)
             caption = f"One point per evaluation.{' Thin: its parts.' if members else ''}"
             result.append(Plot(f"evaluate_{slug}", f"Validation {name}", caption, partial(_draw_metric, run, name, members)))
-    for name, slug, title, label, caption in LINES:
-        if (name != "gpu_power_w" or run.series("train", name)[1].size) and drawable("train", name, title.lower()):
+    for name, slug, title, label, caption in (*LINES, *getattr(run.picture, "LINES", ())):
+        if (name in ("lr", "samples_per_second") or run.series("train", name)[1].size) and drawable("train", name, title.lower()):
             result.append(Plot(slug, title, caption, partial(_draw_line, run, name, label)))
     if run.picture is not None and run.predictions is not None:
         draw = partial(run.picture.draw, run.predictions)

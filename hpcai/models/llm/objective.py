@@ -33,18 +33,21 @@ class Batch(NamedTuple):
 
 def loss(model: Any, batch: Batch) -> dict[str, Any]:
     """Return the mean cross entropy of target tokens, in nats, as (sum, count). A mixture of experts has ``expert_load`` too, the
-    load of the busiest expert of a layer relative to a balanced one, ``router_entropy`` in nats, and the fraction ``dropped``."""
+    load of the busiest expert of any layer relative to a balanced one, ``router_entropy`` in nats, and the fraction ``dropped``."""
     entropy, targets = _entropy(model, batch)
     count = (targets != IGNORE_INDEX).sum().to(entropy.dtype)
     return {"loss": (model.all_reduce(entropy.sum()), count), "tokens": count, **_router_metrics(model)}
 
 
+def _router_stats(model: Any) -> list[dict[str, Tensor]]:
+    return [part.stats for part in model.modules() if isinstance(part, Router) and part.stats] if model.cfg.experts else []
+
+
 def _router_metrics(model: Any) -> dict[str, Tensor]:
-    stats = [part.stats for part in model.modules() if isinstance(part, Router) and part.stats] if model.cfg.experts else []
-    if not stats:
+    if not (stats := _router_stats(model)):
         return {}
     loads, entropies, dropped = (torch.stack([each[name] for each in stats]) for name in ("load", "entropy", "dropped"))
-    load = (loads.amax(-1) * loads.shape[-1] / loads.sum(-1)).mean()
+    load = (loads.amax(-1) * loads.shape[-1] / loads.sum(-1)).amax()
     return {"expert_load": load, "router_entropy": entropies.mean(), "dropped": dropped.mean()}
 
 
@@ -58,11 +61,17 @@ def score(model: Any, batch: Batch) -> dict[str, Any]:
 
 
 def entropies(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Return rows for reports: tokens [B, T + 1], the cross entropy of each target in nats [B, T], and whether it is a target."""
+    """Return rows for reports: tokens [B, T + 1], the cross entropy of each target in nats [B, T], and whether it is a target; with
+    experts, and without a pipeline, also the mean ``load`` of each expert by a row [B, layers, experts]."""
     entropy, targets = _entropy(model, batch)
     full = torch.zeros(targets.shape, dtype=entropy.dtype, device=entropy.device)
     full[:, model.local_tokens(torch.arange(targets.shape[1], device=entropy.device)[None])[0]] = entropy
-    return {"tokens": batch.tokens, "nats": model.all_reduce(full), "counted": targets != IGNORE_INDEX}
+    rows = {"tokens": batch.tokens, "nats": model.all_reduce(full), "counted": targets != IGNORE_INDEX}
+    stats, experts = _router_stats(model), model.cfg.experts
+    if stats and len(stats) == model.cfg.layers - len(experts.dense_layers):
+        load = model.all_reduce(torch.stack([each["load"] for each in stats]).to(full.dtype)) / len(full)
+        rows["load"] = load.expand(len(full), -1, -1)
+    return rows
 
 
 def _entropy(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,9 @@ def make_rows(count: int = 5, length: int = 40) -> dict[str, torch.Tensor]:
 
 
 def test_the_page_shows_bits_and_texts_with_line_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_texts(tmp_path / "text.npz", make_rows(), CODES, TEXTS)
+    load = torch.rand(5, 3, 4)
+    write_texts(tmp_path / "text.npz", make_rows() | {"load": load}, CODES, TEXTS)
+    assert picture.read(tmp_path / "text.npz").load == pytest.approx(load.sum(0).numpy())
     scores = {"loss": 2.0, "bits_per_byte": 1.6}, {"loss": 1.9, "bits_per_byte": 1.5}
     run = report_runs.write_evaluated_run(tmp_path, "llm", "lower", *scores)
     text = report_runs.page_text(run)
@@ -54,6 +56,8 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(float(rows["nats"][:, 0].mean())) and positions[0] == 1
     table = picture.table(contents)
     assert table is not None and table.rows == TEXTS
+    contents.load = torch.tensor([[1.0, 3.0], [0.0, 4.0]]).numpy()
+    assert subtitle(picture.draw(contents, LIGHT)[2].axes[0]) == "busiest 2.00; 1 of 4 below 0.1"
     contents.counts[0] = 0
     assert math.isnan(picture.draw(contents, LIGHT)[1].axes[0].get_lines()[0].get_ydata()[0]), "no token, no loss"
 
@@ -61,6 +65,7 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("changes", "message"), [
     ({"positions": [math.nan] * 4}, "not finite"), ({"counts": [0] * 4}, "no token counts"), ({"bits": [1.0]}, "expected"),
     ({"texts": [["a", "b"]]}, "expected"), ({"counts": [1.5] * 4}, "counts is float64"), ({"positions": None}, "has no array"),
+    ({"load": [[1.0, 0.0], [0.0, 0.0]]}, "load is"),
 ])  # fmt: skip
 def test_unusable_files_are_refused_with_a_reason(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     arrays = {"positions": [1.0] * 4, "counts": [2] * 4, "names": [*CODES], "bits": [*CODES.values()], "texts": TEXTS}
