@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import store
-from data_prep.extras import import_extra
 from hpcai.data.layout import read_npy_header
 from hpcai.errors import ConfigError, DataError, HpcaiError
 from hpcai.json_file import check_fields, check_relative, open_regular, read_regular
+from hpcai.lazy import import_optional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,7 +216,7 @@ def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
 def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yield the batches of a table, each after the number of its first row, with those of ``columns`` that exist. Skipped parts of
     the memory-mapped stream are not read."""
-    arrow, ipc = (import_extra(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
+    arrow, ipc = (import_optional(name, f"{path.suffix} of {path} needs", "latents") for name in ("pyarrow", "pyarrow.ipc"))
     try:
         with open_regular(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
             has, begin = stream.schema.names, 0

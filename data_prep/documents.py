@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from data_prep import store
-from data_prep.extras import import_extra
 from hpcai.errors import DataError
 from hpcai.json_file import parse_object
+from hpcai.lazy import import_optional
 
 BLOCK = 1 << 20                                 # bytes
 MAX_LINE = 1 << 28                              # bytes
@@ -241,7 +241,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | Unusable]]:
 
 
 def _open_table(path: Path) -> Any:
-    parquet = import_extra("pyarrow.parquet", "Parquet", "llm")
+    parquet = import_optional("pyarrow.parquet", "Parquet needs", "llm")
     try:
         return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
     except Exception as problem:                # Arrow's errors, OSError, and for some damage others
@@ -323,7 +323,7 @@ def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
 
 def _read_zstd(file: IO[bytes], path: Path) -> Iterator[bytes]:
     """Yield the decompressed frames. The readers of zstandard would accept a truncated last frame."""
-    zstandard = import_extra("zstandard", "Zstandard", "llm")
+    zstandard = import_optional("zstandard", "Zstandard needs", "llm")
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, buffered = None, bytearray()
     while packed := file.read(_ZSTD_BLOCK):

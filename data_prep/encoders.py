@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_prep.extras import import_extra
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import read_object
+from hpcai.lazy import import_optional
 from hpcai.models.diffusion import VAE, VAEConfig, load_network
 from hpcai.nn.safetensors_files import read_weight_map
 
@@ -113,7 +113,7 @@ def load_pretrained(folder: Path, tokenizer: Path, name: str, purpose: str, **kw
     """Load a network of the class ``name`` of transformers, and a tokenizer. Raises DataError if weights are missing, which
     transformers initializes at random, or the files cannot be read."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers = import_extra("transformers", f"{purpose} by {folder}", "latents")
+    transformers = import_optional("transformers", f"{purpose} by {folder} needs", "latents")
     transformers.logging.set_verbosity_error()              # it lists all unused weights of CLIP
     try:
         words = transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.extras import import_extra
 from hpcai.durable import replace_file
 from hpcai.errors import DataError
 from hpcai.gzip_file import read_decompressed
+from hpcai.lazy import import_optional
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
 MAX_TILT = 1e-3          # fraction of an axis along another one
@@ -31,7 +31,7 @@ MAX_MISMATCH = 0.01         # relative difference of the distance of voxels by p
 MAX_ROUNDING = 0.03         # of a label that was stored as a float, or with a slope in float32
 MILLIMETRES = {1: 1e3, 2: 1.0, 3: 1e-3}     # of a unit, by the code of xyzt_units: metre, millimetre, micrometre
 Array = NDArray[Any]
-_nibabel = partial(import_extra, "nibabel", "reading and writing NIfTI", "unet3d")
+_nibabel = partial(import_optional, "nibabel", "reading and writing NIfTI needs", "unet3d")
 
 
 def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[float, float, float]]:

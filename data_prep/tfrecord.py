@@ -16,8 +16,8 @@ from typing import IO, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.extras import import_extra
 from hpcai.errors import DataError
+from hpcai.lazy import import_optional
 
 GZIP = b"\x1f\x8b\x08"
 FRAME = 16                                      # bytes of a record that are not payload
@@ -26,7 +26,7 @@ MAX_TARGET = 1.5                                # targets are scaled to [-1, 1];
 
 
 def _masked_crc(data: bytes) -> int:
-    crc = import_extra("google_crc32c", "reading TFRecords", "cosmoflow").value(data)
+    crc = import_optional("google_crc32c", "reading TFRecords needs", "cosmoflow").value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -34,7 +34,7 @@ def _masked_crc(data: bytes) -> int:
 def _example_class() -> Any:
     """Return the class of tf.train.Example, which tfrecord.json declares without TensorFlow."""
     descriptor_pb2, descriptor_pool, json_format, message_factory = (
-        import_extra(f"google.protobuf.{part}", "reading TFRecords", "cosmoflow")
+        import_optional(f"google.protobuf.{part}", "reading TFRecords needs protobuf of", "cosmoflow")
         for part in ("descriptor_pb2", "descriptor_pool", "json_format", "message_factory")
     )
     pool = descriptor_pool.DescriptorPool()
