@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from data_prep import chains, openfold, proteins
-from hpcai.cli.check import Options, check_dataset
+from hpcai.cli.check.examination import check_dataset
+from hpcai.cli.check.findings import Options
 from hpcai.cli.subprocesses import fork_processes
 from hpcai.data.hdf5 import Rows
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments, read_hhr
