@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcai.data.layout import parse_errors
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import read_object
@@ -115,13 +116,10 @@ def load_pretrained(folder: Path, tokenizer: Path, name: str, purpose: str, **kw
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers = import_optional("transformers", f"{purpose} by {folder} needs", "latents")
     transformers.logging.set_verbosity_error()              # it lists all unused weights of CLIP
-    try:
+    with parse_errors(folder, "save it again", f"cannot be read as a {name} with its tokenizer {tokenizer}"):
         words = transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         cls = getattr(transformers, name)
         network, info = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True, **kwargs)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as problem:
-        reason = f"cannot be read as a {name} with its tokenizer {tokenizer} ({str(problem)[:300]})"
-        raise DataError(f"{folder}: {reason}; save it again") from problem
     if missing := sorted(info["missing_keys"]):
         raise DataError(f"{folder}: has no {missing[0]}, one of {len(missing)} weights of a {name}; save it again")
     return network, words

@@ -451,9 +451,8 @@ def _evolve_alignment(model: _PottsModel, query: Array, kind: Array, rows: int, 
 
 
 def make_family(seed: int, members: int, length: int, rows: int) -> list[tuple[Chain, Alignment]]:
-    """Return relatives with one fold; none depends on their number. The first row of an
-    alignment is the sequence of its chain. All but the first chain are slightly deformed and have drifted from its sequence. Raises
-    DataError for values below the minimum."""
+    """Return relatives with one fold; none depends on their number. The others than the first are slightly deformed
+    and have drifted from its sequence. An alignment begins with its chain. Raises DataError for values below the minimum."""
     for name, value, least in (("length", length, MIN_LENGTH), ("rows", rows, 1), ("members", members, 1), ("seed", seed, 0)):
         if value < least:
             raise DataError(f"proteins: {name} {value}, expected {least} at least")
