@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from hpcai.durable import replace_file
 from hpcai.errors import ConfigError, DataError
 from hpcai.log import Event, LineWriter, open_resumed
 
@@ -322,9 +323,7 @@ def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, 
         metadata = reached_lines[min(reached_steps)][0]["metadata"]
         where = {name: metadata[name] for name in location}
         stop = last | {"time_ms": metadata["saved_ms"], "metadata": {"status": "success", **where}}
-    new = path.with_name(f".partial.{path.name}")
-    new.write_text("".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*updated, stop]))
-    new.replace(path)
+    replace_file(path, "".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*updated, stop]).encode())
     return all(goal.is_reached(values[goal.metric]) for goal in benchmark.goals)
 
 
