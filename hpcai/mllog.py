@@ -124,7 +124,7 @@ def _communication_precision(setting: Lookup) -> str:
 
 def _model_ranks(setting: Lookup) -> int:
     """Return the number of ranks of a replica of the model."""
-    return math.prod(size for axis, size in setting("mesh").items() if axis not in ("replicate", "evaluate"))
+    return math.prod(size for axis, size in setting("mesh").items() if axis not in ("replicate", "expert", "evaluate"))
 
 
 def _micro_batch(setting: Lookup) -> int:
@@ -138,8 +138,7 @@ DISCLOSED = (
           lambda setting: "fp8" if setting("step.matmul") == "fp8" else _activation_precision(setting)),
     Entry("lowest_numerical_precision_in_attn", _activation_precision),
     Entry("lowest_numerical_precision_in_comm", _communication_precision),
-    *(Entry(f"{axis}_parallelism", f"mesh.{axis}", 1) for axis in ("tensor", "pipeline", "context")),
-    Entry("expert_parallelism", lambda setting: 1),
+    *(Entry(f"{axis}_parallelism", f"mesh.{axis}", 1) for axis in ("tensor", "pipeline", "context", "expert")),
     Entry("micro_batch_size", _micro_batch),
     Entry("config_filename", lambda setting: "settings.yaml"),               # beside the log
 )
