@@ -8,8 +8,6 @@ result as the public OpenFold's by Biopython.
 import math
 import re
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
@@ -29,9 +27,7 @@ RESTYPE_ORDER = {letter: number for number, letter in enumerate(RESTYPES)}
 RESTYPE_3TO1 = dict(zip(RESNAMES, RESTYPES))
 # The first of these that is a number is used; NMR has none.
 _RESOLUTION_TAGS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
-_CATEGORIES = ("_atom_site.", "_entity_poly_seq.", "_entity_poly.", "_struct_asym.", "_chem_comp.", "_exptl.",
-               "_pdbx_audit_revision_history.", *(tag.split(".")[0] + "." for tag in _RESOLUTION_TAGS))  # fmt: skip
-_SITE_TAGS = ("label_asym_id", "auth_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z")
+_COLUMNS = "id, type_symbol, label_alt_id, label_asym_id, Cartn_x, Cartn_y and Cartn_z"
 PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # limits of the format's columns; angstrom
 MAX_SKIPPED = 9999                                        # residues of a chain that only numbers tell
 _BOND = 2.0                                               # angstrom between C and N of neighbours, at most
@@ -74,10 +70,13 @@ class Entry:
 
 @dataclass(slots=True)
 class _Polymer:
-    """Residue names by number, several for microheterogeneity; the first is that of the sequence."""
+    """``names`` of the residues of a sequence, several for microheterogeneity, the first of which is that of the sequence;
+    gemmi's ``residues`` with atoms, and their numbers from 1; ``canonical``: letters by the PDB, or nothing."""
 
-    residues: dict[int, list[str]]
-    canonical: str
+    chain: str
+    names: list[list[str]]
+    residues: list[tuple[int, Any]]
+    canonical: str = ""
 
 
 def _gemmi() -> Any:
@@ -125,13 +124,16 @@ def read_structure(path: Path, chain: str | None = None) -> Entry:
     path, notes = Path(path), list[str]()
     try:
         blocks, data = read_blocks(path)
-        block = blocks[0] if blocks else _gemmi().cif.Block("PDB")
-        tables = {name: block.get_mmcif_category(name) for name in _CATEGORIES}  # missing values are None or False
-        site = tables["_atom_site."]
-        has_chains = tables["_struct_asym."] or "label_entity_id" in site
-        if not (tables["_entity_poly_seq."] and has_chains and {*_SITE_TAGS} <= {*site}):
-            structure = _gemmi().make_structure_from_block(blocks[0]) if blocks else _gemmi().read_pdb_string(data)
-            tables |= ({} if blocks else _pdb_metadata(structure, data, path)) | _make_tables(structure, path, notes)
+        for tag in ("comp_id", "atom_id") if blocks else ():  # gemmi would prefer the names of the authors
+            if {f"label_{tag}", f"auth_{tag}"} <= blocks[0].get_mmcif_category("_atom_site.").keys():
+                blocks[0].find_loop(f"_atom_site.auth_{tag}").get_loop().remove_column(f"_atom_site.auth_{tag}")
+        structure = _gemmi().make_structure_from_block(blocks[0]) if blocks else _gemmi().read_pdb_string(data)
+        metadata = _read_metadata(blocks[0], path) if blocks else _pdb_metadata(structure, data, path)
+        if not len(structure):
+            raise DataError(f"{path}: _atom_site lacks columns; expected {_COLUMNS} as in the PDB; {_ADVICE}")
+        while len(structure) > 1:
+            del structure[1]
+        polymers = _polymers(structure, blocks[0]) if blocks else []
     except (ValueError, RuntimeError, OSError, IndexError, EOFError, zlib.error) as problem:
         if isinstance(problem, DataError):
             raise
@@ -139,70 +141,73 @@ def read_structure(path: Path, chain: str | None = None) -> Entry:
         raise DataError(f"{path}: not a complete file: {text}; fetch it again, or leave it out") from problem
     if len(blocks) > 1:
         notes.append(f"{path}: {len(blocks)} blocks with atoms, the first of them is read")
-    metadata = _read_metadata(tables, path)
-    polymers = _polymers(tables, path)
-    site, names = tables["_atom_site."], dict[str, str]()  # the authors' name of every chain in the first model
-    rows: dict[str, list[int]] = defaultdict(list)  # of each protein there
-    asyms, authors, *_ = _columns(site, "_atom_site.", _SITE_TAGS, path)
-    models = site.get("pdbx_PDB_model_num") or [None] * len(asyms)
-    for row, (label, author, model) in enumerate(zip(asyms, authors, models)):
-        if model == models[0]:
-            names[label] = author or label
-            if label in polymers:
-                rows[label].append(row)
-    if not rows:
-        text = f"{len(polymers)} protein chains in _entity_poly_seq, none with atoms" if polymers else "no protein chain"
-        raise DataError(f"{path}: {text}; expected at least one with coordinates")
-    labels: dict[str, str] = {}
-    for label in rows:                  # Polymers may share the authors' name, such as a peptide bound to its own chain.
-        if names[label] not in labels or len(polymers[label].residues) > len(polymers[labels[names[label]]].residues):
-            labels[names[label]] = label
-    if chain is not None and chain not in labels:
-        text = "is not a protein" if chain in names.values() else "is not there"
-        raise DataError(f"{path}: chain {chain!r} {text}; the protein chains are {', '.join(sorted(labels))}")
+    polymers = polymers or _polymers_by_atoms(structure, path, notes)
+    types = dict(zip(*_columns(blocks[0], "_chem_comp.", "id", "type"))) if blocks else {}
+
+    def is_peptide(name: str) -> bool:
+        return "peptide" in str(types.get(name)).lower() or _gemmi().find_tabulated_residue(name).is_amino_acid()
+
+    proteins: dict[str, _Polymer] = {}
+    for polymer in polymers:
+        if any(is_peptide(name) for names in polymer.names for name in names):
+            # Polymers may share the authors' name, such as a peptide bound to its own chain.
+            proteins[polymer.chain] = max(proteins.get(polymer.chain, polymer), polymer, key=lambda each: len(each.names))
+    if not proteins:
+        raise DataError(f"{path}: no protein chain with coordinates, expected at least one")
+    if chain is not None and chain not in proteins:
+        text = "is not a protein" if any(chain == each.name for each in structure[0]) else "is not there"
+        raise DataError(f"{path}: chain {chain!r} {text}; the protein chains are {', '.join(sorted(proteins))}")
     stem = entry_name(path) or path.name
-    chains = {
-        author: _build_chain(f"{stem}_{author}", polymers[label], site, rows[label], metadata, path)
-        for author, label in labels.items() if chain in (None, author)
-    }  # fmt: skip
-    return Entry(chains, tuple(notes))
+    selected = proteins if chain is None else {chain: proteins[chain]}
+    return Entry({name: _build_chain(f"{stem}_{name}", each, metadata, path) for name, each in selected.items()}, tuple(notes))
 
 
 read_mmcif = read_structure                     # the name of earlier versions
 
 
-def _make_tables(structure: Any, path: Path, notes: list[str]) -> dict[str, dict[str, list[Any]]]:
-    """Return the categories of polymers and their atoms for a file without sequences, or with those of SEQRES."""
-    while len(structure) > 1:
-        del structure[1]
+def _polymers(structure: Any, block: Any) -> list[_Polymer]:
+    """Return the polymers of mmCIF with a sequence and atoms, in the order of their atoms."""
+    sequences: dict[str, dict[int, list[str]]] = {}
+    for entity, number, name in zip(*_columns(block, "_entity_poly_seq.", "entity_id", "num", "mon_id")):
+        sequences.setdefault(entity, {}).setdefault(int(number), []).append(name or "UNK")
+    canonical = dict(zip(*_columns(block, "_entity_poly.", "entity_id", "pdbx_seq_one_letter_code_can")))
+    entities = dict(zip(*_columns(block, "_struct_asym.", "id", "entity_id")))
+    polymers: dict[str, _Polymer] = {}
+    for chain in structure[0]:
+        for residue in chain:
+            entity, label = entities.get(residue.subchain, residue.entity_id), residue.subchain
+            if entity not in sequences or residue.label_seq is None:    # a ligand may have the name of the chain
+                continue
+            if label not in polymers:
+                names = [options for _, options in sorted(sequences[entity].items())]
+                polymers[label] = _Polymer(chain.name, names, [], "".join((canonical.get(entity) or "").split()))
+            polymers[label].residues.append((residue.label_seq, residue))
+    return list(polymers.values())
+
+
+def _polymers_by_atoms(structure: Any, path: Path, notes: list[str]) -> list[_Polymer]:
+    """Return the polymers of a file without sequences, or with those of SEQRES."""
     structure.add_entity_types(True)
     structure.assign_subchains(True)
     structure.ensure_entities()
     structure.assign_label_seq_id()
-    sequences, asyms, site = list[tuple[str, int, str]](), list[str](), list[tuple[Any, ...]]()
-    for chain in structure[0] if len(structure) else []:
-        polymer, name = chain.get_polymer(), chain.name or "A"
-        if not len(polymer):
+    polymers: list[_Polymer] = []
+    for chain in structure[0]:
+        residues, chain.name = chain.get_polymer(), chain.name or "A"
+        if not len(residues):
             continue
-        label, entity = polymer[0].subchain, structure.get_entity_of(polymer)
-        asyms.append(label)
+        entity = structure.get_entity_of(residues)
         if entity and entity.full_sequence:
-            residues, numbers = list(entity.full_sequence), [residue.label_seq for residue in polymer]
+            names, numbers = list(entity.full_sequence), [residue.label_seq for residue in residues]
             if None in numbers:
-                residue = polymer[numbers.index(None)]
-                raise DataError(f"{path}: residue {residue.seqid} {residue.name} of chain {name} is not in SEQRES; {_ADVICE}")
+                residue = residues[numbers.index(None)]
+                raise DataError(f"{path}: residue {residue.seqid} {residue.name} of chain {chain.name} is not in SEQRES; {_ADVICE}")
         else:
-            residues, numbers = _number_by_atoms(polymer, name, path, notes)
-        sequences += [(label, n, option) for n, names in enumerate(residues, 1) for option in names.split(",")]
-        site += [(label, name, str(n), residue.name, atom.name, *map(repr, atom.pos.tolist()), repr(atom.occ), repr(atom.b_iso))
-                 for residue, n in zip(polymer, numbers) for atom in residue]  # fmt: skip
-    if not site:
+            names, numbers = _number_by_atoms(residues, chain.name, path, notes)
+        polymers.append(_Polymer(chain.name, [name.split(",") for name in names], list(zip(numbers, residues))))
+    if not polymers:
         raise DataError(f"{path}: no polymer of amino acids or nucleotides with atoms; {_ADVICE}")
-    return {
-        "_atom_site.": dict(zip((*_SITE_TAGS, "occupancy", "B_iso_or_equiv"), map(list, zip(*site)))),
-        "_entity_poly_seq.": dict(zip(("entity_id", "num", "mon_id"), map(list, zip(*sequences)))),
-        "_struct_asym.": {"id": asyms, "entity_id": asyms}, "_entity_poly.": {},
-    }  # fmt: skip
+    return polymers
 
 
 def _number_by_atoms(polymer: Any, name: str, path: Path, notes: list[str]) -> tuple[list[str], list[int]]:
@@ -228,107 +233,65 @@ def _bonded(residue: Any, following: Any) -> bool:
     return bool(c and n and c.pos.dist(n.pos) < _BOND)
 
 
-def _pdb_metadata(structure: Any, data: bytes, path: Path) -> dict[str, dict[str, list[Any]]]:
-    """Return the categories of resolution, method and release. Raises DataError for coordinates that gemmi would read as 0."""
+def _pdb_metadata(structure: Any, data: bytes, path: Path) -> tuple[float | None, date | None, str]:
+    """Return resolution, release and method. Raises DataError for coordinates that gemmi would read as 0."""
     for number, line in enumerate(data.splitlines(), 1):
         if line[:6] in (b"ATOM  ", b"HETATM") and not re.fullmatch(rb"(?: *-?\d+\.\d* *){3}", line[30:54]):
             text = f"line {number}: an atom is at {line[30:54].decode('ascii', 'replace')!r}, expected three numbers"
             raise DataError(f"{path}: {text}; {_ADVICE}")
     revisions = re.findall(rb"^REVDAT.{7}(\d\d-[A-Z]{3}-\d\d)", data, re.MULTILINE)
-    days = [datetime.strptime(day.decode(), "%d-%b-%y").date().isoformat() for day in revisions]
-    method = dict(structure.info).get("_exptl.method")
-    return {
-        "_refine.": {"ls_d_res_high": [str(structure.resolution)]}, "_exptl.": {"method": [method]},
-        "_pdbx_audit_revision_history.": {"revision_date": days},
-    }  # fmt: skip
+    days = [datetime.strptime(day.decode(), "%d-%b-%y").date() for day in revisions]
+    return structure.resolution or None, min(days, default=None), dict(structure.info).get("_exptl.method", "").lower()
 
 
-def _columns(table: dict[str, list[Any]], category: str, tags: Iterable[str], path: Path) -> list[list[Any]]:
-    missing = [tag for tag in tags if tag not in table]
-    if missing:
-        raise DataError(f"{path}: no {category}{missing[0]}, expected an entry with sequences and atoms as in the PDB; {_ADVICE}")
-    return [table[tag] for tag in tags]
+def _columns(block: Any, category: str, *tags: str) -> list[list[Any]]:
+    """Return columns of a category of mmCIF, empty ones if it lacks them. Missing values are None or False."""
+    table = block.get_mmcif_category(category)
+    return [table.get(tag, []) for tag in tags]
 
 
-def _read_metadata(tables: dict[str, dict[str, list[Any]]], path: Path) -> tuple[float | None, date | None, str]:
+def _read_metadata(block: Any, path: Path) -> tuple[float | None, date | None, str]:
     resolution = None
     for category, tag in (name.split(".") for name in _RESOLUTION_TAGS):
-        value = next(iter(tables[category + "."].get(tag, [])), None)
+        value = next(iter(_columns(block, f"{category}.", tag)[0]), None)
         number = _gemmi().cif.as_number(value) if value else math.nan
         if math.isfinite(number) and number > 0:
             resolution = number
             break
-    days = [day for day in tables["_pdbx_audit_revision_history."].get("revision_date", []) if day]
+    days = [day for day in _columns(block, "_pdbx_audit_revision_history.", "revision_date")[0] if day]
     try:
         release = date.fromisoformat(min(days)) if days else None
     except ValueError as problem:
         text = f"_pdbx_audit_revision_history.revision_date {min(days)!r}"
         raise DataError(f"{path}: {text}, expected a day such as 2018-05-30; {_ADVICE}") from problem
-    return resolution, release, ",".join(method.lower() for method in tables["_exptl."].get("method", []) if method)
+    methods = _columns(block, "_exptl.", "method")[0]
+    return resolution, release, ",".join(method.lower() for method in methods if method)
 
 
-def _polymers(tables: dict[str, dict[str, list[Any]]], path: Path) -> dict[str, _Polymer]:
-    """Return the proteins by label_asym_id: polymers with at least one peptide residue."""
-    residues: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    entities, numbers, monomers = _columns(tables["_entity_poly_seq."], "_entity_poly_seq.", ("entity_id", "num", "mon_id"), path)
-    for entity, number, monomer in zip(entities, numbers, monomers):
-        residues[entity][_parse_int(number, "_entity_poly_seq.num", path)].append(monomer or "UNK")
-    types = {name: str(kind).lower() for name, kind in zip(*(tables["_chem_comp."].get(tag, []) for tag in ("id", "type")))}
-
-    def is_peptide(monomer: str) -> bool:
-        return "peptide" in types.get(monomer, "") or _gemmi().find_tabulated_residue(monomer).is_amino_acid()
-
-    peptides = {name for name in set(monomers) if name and is_peptide(name)}
-    canonical = dict(zip(*(tables["_entity_poly."].get(tag, []) for tag in ("entity_id", "pdbx_seq_one_letter_code_can"))))
-    if "id" in tables["_struct_asym."]:
-        labels, owners = _columns(tables["_struct_asym."], "_struct_asym.", ("id", "entity_id"), path)
-    else:
-        labels, owners = _columns(tables["_atom_site."], "_atom_site.", ("label_asym_id", "label_entity_id"), path)
-    return {
-        label: _Polymer(residues[entity], "".join((canonical.get(entity) or "").split())) for label, entity in zip(labels, owners)
-        if entity in residues and any(name in peptides for names in residues[entity].values() for name in names)
-    }  # fmt: skip
-
-
-def _build_chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows: list[int],
-           metadata: tuple[float | None, date | None, str], path: Path) -> Chain:  # fmt: skip
-    order = {number: index for index, number in enumerate(sorted(polymer.residues))}
-    sequence = _sequence(polymer)
-    number, monomers, atoms, *xyz = (site[tag] for tag in _SITE_TAGS[2:])
-    occupancy, bfactor = (site.get(tag) or [None] * len(atoms) for tag in ("occupancy", "B_iso_or_equiv"))
-    as_number = _gemmi().cif.as_number
-    best: dict[tuple[int, int], tuple[float, int]] = {}
-    for row in rows:
-        if not number[row]:             # a ligand with the name of the chain
-            continue
-        seq, monomer = _parse_int(number[row], "_atom_site.label_seq_id", path), monomers[row]
-        names = polymer.residues.get(seq)
-        if names is None:
-            text = f"residue {seq} of chain {name} has atoms, its sequence goes from {min(order)} to {max(order)}"
+def _build_chain(name: str, polymer: _Polymer, metadata: tuple[float | None, date | None, str], path: Path) -> Chain:
+    shape, sequence = (len(polymer.names), len(ATOM_TYPES)), _sequence(polymer)
+    positions, (mask, bfactors) = np.zeros((*shape, 3), np.float32), np.zeros((2, *shape), np.float32)
+    occupancies = np.full(shape, -np.inf)
+    for number, residue in polymer.residues:
+        if not 1 <= number <= len(polymer.names):
+            text = f"residue {number} of chain {name} has atoms, its sequence goes from 1 to {len(polymer.names)}"
             raise DataError(f"{path}: {text}; {_ADVICE}")
-        if monomer not in names:
-            text = f"residue {seq} of chain {name} is {monomer} in _atom_site and {' or '.join(names)} in _entity_poly_seq"
+        names = polymer.names[number - 1]
+        if residue.name not in names:
+            text = f"residue {number} of chain {name} is {residue.name} in _atom_site and {' or '.join(names)} in _entity_poly_seq"
             raise DataError(f"{path}: {text}; {_ADVICE}")
-        atom_index = ATOM_ORDER.get("SD" if monomer == "MSE" and atoms[row] == "SE" else atoms[row])
-        if atom_index is None or monomer != names[0]:
-            continue
-        occupancy_value = as_number(occupancy[row]) if occupancy[row] else 1.0
-        if (order[seq], atom_index) not in best or occupancy_value > best[order[seq], atom_index][0]:
-            best[order[seq], atom_index] = occupancy_value, row
-    positions, mask = np.zeros((len(order), len(ATOM_TYPES), 3), np.float32), np.zeros((len(order), len(ATOM_TYPES)), np.float32)
-    bfactors = np.zeros_like(mask)
-    if best:
-        index = tuple(np.array(list(best)).T)
-        taken = [row for _, row in best.values()]
-        coordinates = np.array([[as_number(axis[row]) if axis[row] else math.nan for axis in xyz] for row in taken])
-        if not (np.abs(coordinates) < np.finfo(np.float32).max).all():
-            row = taken[int(np.argmax(~(np.abs(coordinates) < np.finfo(np.float32).max).all(1)))]
-            text = f"atom {atoms[row]} of residue {number[row]} of chain {name} is at {[axis[row] or '?' for axis in xyz]}"
-            raise DataError(f"{path}: {text}, expected three numbers; {_ADVICE}")
-        positions[index], mask[index] = coordinates, 1
-        bfactors[index] = np.nan_to_num([as_number(bfactor[row]) if bfactor[row] else 0.0 for row in taken], posinf=0.0, neginf=0.0)
+        for atom in residue if residue.name == names[0] else ():
+            column = ATOM_ORDER.get("SD" if (residue.name, atom.name) == ("MSE", "SE") else atom.name)
+            if column is None or atom.occ <= occupancies[number - 1, column]:
+                continue
+            at, xyz = (number - 1, column), atom.pos.tolist()
+            if not all(abs(x) < np.finfo(np.float32).max for x in xyz):
+                text = f"atom {atom.name} of residue {number} of chain {name} is at {xyz}, expected three numbers"
+                raise DataError(f"{path}: {text}; {_ADVICE}")
+            positions[at], mask[at], occupancies[at] = xyz, 1, atom.occ
+            bfactors[at] = atom.b_iso if math.isfinite(atom.b_iso) else 0
     cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
-    for row in (index for seq, index in order.items() if polymer.residues[seq][0] == "ARG"):  # NH1 is the one nearer to CD
+    for row in (index for index, names in enumerate(polymer.names) if names[0] == "ARG"):  # NH1 is the one nearer to CD
         to_nh1, to_nh2 = (np.linalg.norm(positions[row, nh] - positions[row, cd]) for nh in (nh1, nh2))
         if mask[row, [cd, nh1, nh2]].all() and to_nh1 > to_nh2:
             for array in (positions, mask, bfactors):
@@ -341,20 +304,13 @@ def _sequence(polymer: _Polymer) -> str:
     """Return the sequence. Modified residues have the letters of the PDB, otherwise gemmi's. The PDB's text has several letters for
     a chromophore, and then a wrong length."""
     letters = []
-    canonical = polymer.canonical if len(polymer.canonical) == len(polymer.residues) else "X" * len(polymer.residues)
-    for (_, names), letter_from_pdb in zip(sorted(polymer.residues.items()), canonical):
+    canonical = polymer.canonical if len(polymer.canonical) == len(polymer.names) else "X" * len(polymer.names)
+    for names, letter_from_pdb in zip(polymer.names, canonical):
         tabulated = _gemmi().find_tabulated_residue(names[0])
         tabulated_letter = tabulated.one_letter_code.upper() if tabulated.is_amino_acid() else "X"
         letter = RESTYPE_3TO1.get(names[0]) or (letter_from_pdb if letter_from_pdb in RESTYPE_ORDER else tabulated_letter)
         letters.append(letter if letter in RESTYPE_ORDER else "X")
     return "".join(letters)
-
-
-def _parse_int(value: Any, tag: str, path: Path) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise DataError(f"{path}: {tag} {value or '?'!r}, expected an integer; {_ADVICE}") from None
 
 
 # ---- writing

@@ -24,7 +24,8 @@ SMALL = """
 def entry(atoms: str, residues: str = "ALA GLY", canonical: str = "?") -> str:
     """Return an mmCIF text. An atom has: label chain, author's chain, residue, name, atom, altloc, x y z, occupancy, B, model."""
     rows = [f"1 {number} {name}" for number, names in enumerate(residues.split(), 1) for name in names.split("/")]
-    lines = [f"ATOM {' '.join(atom.split())}" for atom in atoms.replace("\n", " / ").split(" / ") if atom.strip()]
+    words = [atom.split() for atom in atoms.replace("\n", " / ").split(" / ") if atom.strip()]
+    lines = [f"ATOM {id} X {row[2].replace('.', '99')} {' '.join(row)}" for id, row in enumerate(words)]
     return HEAD.format(canonical=canonical, residues="\n".join(rows)) + "\n".join(lines) + "\n"
 
 
@@ -86,7 +87,8 @@ def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path: Path) -
     (entry(SMALL)[:-3], None, r"not a complete file: \d+:.*Wrong number of values in loop _atom_site"),
     (entry(SMALL), "A", "chain 'A' is not there; the protein chains are H"),
     (entry(SMALL + "\nA H 1 GLY N . 1 2 3 1 1 1"), None, "residue 1 of chain 1abc_H is GLY in _atom_site and ALA in _ent"),
-    (entry(SMALL + "\nA H 1 ALA N . 1 nan 3 1 1 1"), None, r"atom N of residue 1 of chain 1abc_H is at \['1', 'nan', '3'\]"),
+    (entry(SMALL + "\nA H 1 ALA N . 1 nan 3 1 1 1"), None, r"atom N of residue 1 of chain 1abc_H is at \[1.0, nan, 3.0\]"),
+    (entry(SMALL).replace("type_symbol", "symbol"), None, "_atom_site lacks columns; expected id, type_symbol, .* as in the PDB"),
     ("<!DOCTYPE html>", None, "neither mmCIF nor PDB with atoms .it seems to be an HTML page.; leave it out"),
     (">q\nAC\n", None, ".it seems to be FASTA or A3M.; leave it out"),
     ("data_r1abcsf\n_cell.length_a 1\n", None, "no atoms ._atom_site. in 1 blocks of mmCIF; leave it out"),
