@@ -25,11 +25,11 @@ from torch import Tensor
 from hpcai.kernels import triton_support
 
 AllReduce = Callable[[Tensor], Tensor]
-ACTIVATIONS = ("relu", "leaky_relu", "silu")
+ACTIVATIONS = ("relu", "silu")
 
 
 class NormParams(NamedTuple):
-    """Statistics [S*C], weight and bias [C], the activation, and the slope of a leaky rectifier."""
+    """Statistics [S*C], weight and bias [C], and the activation."""
 
     mean: Tensor
     variance: Tensor
@@ -37,16 +37,10 @@ class NormParams(NamedTuple):
     bias: Tensor
     eps: float
     act: str | None = None
-    slope: float = 0.0
 
     @property
     def samples(self) -> int:
         return self.mean.numel() // self.weight.numel()
-
-    @property
-    def kernel_args(self) -> tuple[Any, ...]:
-        """The fields that kernels take: all but the activation."""
-        return *self[:5], self.slope
 
 
 def moments(x: Tensor, all_reduce: AllReduce | None, samples: int = 1, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,12 +66,10 @@ def repeat_groups(value: Tensor, group: int) -> Tensor:
     return value if group == 1 else value.unsqueeze(-1).expand(*value.shape, group).flatten(-2).contiguous()
 
 
-def apply_activation(z: Tensor, act: str | None, slope: float, inplace: bool = False) -> Tensor:
+def apply_activation(z: Tensor, act: str | None, inplace: bool = False) -> Tensor:
     """Return ``act`` of z, by torch."""
     if act == "relu":
         return F.relu(z, inplace)
-    if act == "leaky_relu":
-        return F.leaky_relu(z, slope, inplace)
     return F.silu(z, inplace) if act == "silu" else z
 
 
@@ -95,8 +87,6 @@ def activation_backward(dy: Tensor, x: Tensor, y: Tensor | None, params: NormPar
     """Return the gradient of the input of the activation, by torch."""
     if params.act == "silu":
         return torch.ops.aten.silu_backward(dy, _Reference.normalise(x, params._replace(act=None), None))
-    if params.act == "leaky_relu":
-        return torch.ops.aten.leaky_relu_backward(dy, y, params.slope, True)
     return torch.ops.aten.threshold_backward(dy, y, 0) if params.act == "relu" else dy
 
 
@@ -142,7 +132,7 @@ class _Reference:
 
     @staticmethod
     def saves_output(params: NormParams, residual: bool) -> bool:
-        return params.act in ("relu", "leaky_relu")
+        return params.act == "relu"
 
     @staticmethod
     def moments(x: Tensor, samples: int, group: int) -> Tensor:
@@ -156,7 +146,7 @@ class _Reference:
         weight, bias = (v.repeat(repeated) for v in params[2:4]) if repeated > 1 else params[2:4]
         each = zip(parts, params.mean.chunk(len(parts)), params.variance.chunk(len(parts)))
         y = _shaped([F.batch_norm(part, mean, variance, weight, bias, eps=params.eps) for part, mean, variance in each], x)
-        return apply_activation(y if residual is None else y.add_(residual), params.act, params.slope, inplace=True)
+        return apply_activation(y if residual is None else y.add_(residual), params.act, inplace=True)
 
     @staticmethod
     def sums(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams) -> tuple[Tensor, Tensor]:

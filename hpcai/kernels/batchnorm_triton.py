@@ -65,24 +65,20 @@ def _params(mean_, variance_, weight_, bias_, eps, channel, at, exists):
 
 
 @triton.jit
-def _activation(z, slope, ACT: tl.constexpr):
+def _activation(z, ACT: tl.constexpr):
     """Return the activation. It propagates NaN."""
     if ACT == "relu":
         z = tl.where(z <= 0.0, 0.0, z)
-    elif ACT == "leaky_relu":
-        z = tl.where(z <= 0.0, slope * z, z)
     elif ACT == "silu":
         z = z * tl.sigmoid(z)
     return z
 
 
 @triton.jit
-def _activation_backward(dy, z, slope, ACT: tl.constexpr):
+def _activation_backward(dy, z, ACT: tl.constexpr):
     """Return the gradient of the input of the activation. A rectifier passes the gradient at NaN, as in torch."""
     if ACT == "relu":
         dy = tl.where(z <= 0.0, 0.0, dy)
-    elif ACT == "leaky_relu":
-        dy = tl.where(z <= 0.0, slope * dy, dy)
     elif ACT == "silu":
         part = tl.sigmoid(z)
         dy = dy * (part * (1.0 + z * (1.0 - part)))
@@ -110,7 +106,7 @@ def _moments(x_, partial_, rows, units, span, UNIT: tl.constexpr, ROWS: tl.const
 
 @_jit
 def _sums(
-    dy_, x_, y_, dz_, mean_, variance_, weight_, bias_, eps, slope, partial_, rows, units, span, ACT: tl.constexpr,
+    dy_, x_, y_, dz_, mean_, variance_, weight_, bias_, eps, partial_, rows, units, span, ACT: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     channel, exists, at, first, height, place = _strip(rows, units, span, UNIT, ROWS, COLUMNS)
@@ -122,9 +118,9 @@ def _sums(
         dz = tl.load(dy_ + offsets, mask, other=0.0).to(tl.float32)
         off = tl.load(x_ + offsets, mask, other=0.0).to(tl.float32) - mean
         if y_ is None:
-            dz = _activation_backward(dz, off * scale + shift, slope, ACT)
+            dz = _activation_backward(dz, off * scale + shift, ACT)
         else:  # there is a residual
-            dz = _activation_backward(dz, tl.load(y_ + offsets, mask, other=0.0).to(tl.float32), slope, ACT)
+            dz = _activation_backward(dz, tl.load(y_ + offsets, mask, other=0.0).to(tl.float32), ACT)
             tl.store(dz_ + offsets, dz.to(dz_.dtype.element_ty), mask)
         grad_weight += dz * off
         grad_bias += dz
@@ -166,7 +162,7 @@ def _merge(
 
 @_jit
 def _normalise(
-    x_, plus_, y_, mean_, variance_, weight_, bias_, eps, slope, rows, units, span, ACT: tl.constexpr, UNIT: tl.constexpr,
+    x_, plus_, y_, mean_, variance_, weight_, bias_, eps, rows, units, span, ACT: tl.constexpr, UNIT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     channel, exists, at, first, height, place = _strip(rows, units, span, UNIT, ROWS, COLUMNS)
@@ -178,12 +174,12 @@ def _normalise(
         z = (tl.load(x_ + offsets, mask, other=0.0).to(tl.float32) - mean) * scale + shift
         if plus_ is not None:
             z += tl.load(plus_ + offsets, mask, other=0.0).to(tl.float32)
-        tl.store(y_ + offsets, _activation(z, slope, ACT).to(y_.dtype.element_ty), mask)
+        tl.store(y_ + offsets, _activation(z, ACT).to(y_.dtype.element_ty), mask)
 
 
 @_jit
 def _grad_input(
-    dy_, x_, dx_, mean_, variance_, weight_, bias_, eps, slope, grad_weight_, grad_bias_, rows, units, span, ACT: tl.constexpr,
+    dy_, x_, dx_, mean_, variance_, weight_, bias_, eps, grad_weight_, grad_bias_, rows, units, span, ACT: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     channel, exists, at, first, height, place = _strip(rows, units, span, UNIT, ROWS, COLUMNS)
@@ -195,7 +191,7 @@ def _grad_input(
         mask = (tl.arange(0, ROWS)[:, None] < height - tile * ROWS) & exists[None, :]
         dz = tl.load(dy_ + offsets, mask, other=0.0).to(tl.float32)
         off = tl.load(x_ + offsets, mask, other=0.0).to(tl.float32) - mean
-        dz = _activation_backward(dz, off * scale + shift, slope, ACT)
+        dz = _activation_backward(dz, off * scale + shift, ACT)
         tl.store(dx_ + offsets, (scale * dz - constant - off * x_coefficient).to(dx_.dtype.element_ty), mask)
 
 
@@ -256,7 +252,7 @@ def normalise(x: Tensor, params: NormParams, residual: Tensor | None) -> Tensor:
     (residual,) = _like(x, plan.form, residual=residual)
     y = torch.empty_like(x, memory_format=plan.form)
     with torch.cuda.device_of(x):
-        _normalise[plan.grid](x, residual, y, *params.kernel_args, *plan.sizes, ACT=params.act, **plan.shape)
+        _normalise[plan.grid](x, residual, y, *params[:5], *plan.sizes, ACT=params.act, **plan.shape)
     return y
 
 
@@ -276,7 +272,7 @@ def sums(dy: Tensor, x: Tensor, y: Tensor | None, params: NormParams) -> tuple[T
     dz = None if y is None else torch.empty_like(dy, memory_format=plan.form)
     with torch.cuda.device_of(x):
         partial = _partial(x, plan, params.samples)
-        _sums[plan.grid](dy_, x, y_, dz, *params.kernel_args, partial, *plan.sizes, ACT=params.act, **plan.shape)
+        _sums[plan.grid](dy_, x, y_, dz, *params[:5], partial, *plan.sizes, ACT=params.act, **plan.shape)
         return dy if dz is None else dz, _merged(partial, plan, 1, False)
 
 
@@ -287,7 +283,7 @@ def grad_input(dy: Tensor, x: Tensor, params: NormParams, grad_weight: Tensor, g
     (dy_,) = _like(x, plan.form, dy=dy)
     dx = torch.empty_like(x, memory_format=plan.form)
     with torch.cuda.device_of(x):
-        _grad_input[plan.grid](dy_, x, dx, *params.kernel_args, grad_weight, grad_bias, *plan.sizes, ACT=params.act, **plan.shape)
+        _grad_input[plan.grid](dy_, x, dx, *params[:5], grad_weight, grad_bias, *plan.sizes, ACT=params.act, **plan.shape)
     return dx
 
 

@@ -59,7 +59,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         all_reduce, act = None if is_local(self.all_reduce) else self.all_reduce, "relu" if self.relu else None
         affine = wide_affine(x, self.weight, self.bias)
         residual = None if residual is None else residual.to(x.dtype)
-        y, mean, variance, count = Normalise.apply(x, residual, *affine, self.eps, act, 0.0, all_reduce, 1, 1)
+        y, mean, variance, count = Normalise.apply(x, residual, *affine, self.eps, act, all_reduce, 1, 1)
         if self.training and self.running_mean is not None:
             self._update_running_stats(mean, variance, count)
         return y
@@ -94,10 +94,10 @@ class Normalise(UntransformedFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, act: str | None,
-                slope: float, all_reduce: Any, samples: int, group: int) -> Any:  # fmt: skip
+                all_reduce: Any, samples: int, group: int) -> Any:  # fmt: skip
         mean, variance, count = batchnorm.moments(x, all_reduce, samples, group)
         per_channel = batchnorm.repeat_groups(mean, group), batchnorm.repeat_groups(variance, group)
-        params = batchnorm.NormParams(*per_channel, weight, bias, eps, act, slope)
+        params = batchnorm.NormParams(*per_channel, weight, bias, eps, act)
         y = batchnorm.normalise(x, params, residual)
         ctx.rest, ctx.all_reduce, ctx.group, ctx.has_residual = params[4:], all_reduce, group, residual is not None
         ctx.save_for_backward(x, y if batchnorm.saves_output(x, params, ctx.has_residual) else None, count, *params[:4])
@@ -109,4 +109,4 @@ class Normalise(UntransformedFunction):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         x, y, count, *values = ctx.saved_tensors
         params, need = batchnorm.NormParams(*values, *ctx.rest), ctx.has_residual and ctx.needs_input_grad[1]
-        return *batchnorm.gradients(dy, x, y, params, count, ctx.all_reduce, ctx.group, need), *[None] * 6
+        return *batchnorm.gradients(dy, x, y, params, count, ctx.all_reduce, ctx.group, need), *[None] * 5

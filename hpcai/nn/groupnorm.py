@@ -13,12 +13,12 @@ from hpcai.nn.batchnorm import Normalise, is_local, wide_affine
 
 
 class PerSampleNorm(nn.Module):
-    """A norm with statistics of each sample and group of neighbouring channels, then ``activation``: relu, leaky_relu with
-    ``slope``, silu or None.   [B, C, ...] -> [B, C, ...], in the same memory format
+    """A norm with statistics of each sample and group of neighbouring channels, then ``activation``: relu, silu or None.
+    [B, C, ...] -> [B, C, ...], in the same memory format
 
     Statistics are float32, or float64 for a float64 input. ``all_reduce`` is the seam for samples that are sharded over ranks: a
-    module that sums a small tensor over them, in place. Raises ValueError for an unknown activation, for a slope that is not above
-    0 and, in ``forward``, for groups of one element, which have no statistics.
+    module that sums a small tensor over them, in place. Raises ValueError for an unknown activation and, in
+    ``forward``, for groups of one element, which have no statistics.
     """
 
     channels: int
@@ -27,13 +27,11 @@ class PerSampleNorm(nn.Module):
     weight: Any
     bias: Any
 
-    def set_activation(self, channels: int, group: int, activation: str | None, slope: float) -> None:
+    def set_activation(self, channels: int, group: int, activation: str | None) -> None:
         """Set the sizes and the activation, after ``__init__`` of torch's norm."""
         if activation is not None and activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; expected None or one of {', '.join(ACTIVATIONS)}")
-        if not slope > 0:  # the backward pass reads the sign of the input from the output
-            raise ValueError(f"slope is {slope}; expected a number above 0; for 0 take activation='relu'")
-        self.channels, self.group, self.activation, self.slope = channels, group, activation, slope
+        self.channels, self.group, self.activation = channels, group, activation
         self.all_reduce = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +45,7 @@ class PerSampleNorm(nn.Module):
             x = x.contiguous() if is_transformed() else x  # for vmap
             wide = x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype))
             y = F.group_norm(wide if plain else x, self.channels // self.group, self.weight, self.bias, self.eps).to(x.dtype)
-            return apply_activation(y, self.activation, self.slope, inplace=not plain and self.activation != "silu")
+            return apply_activation(y, self.activation, inplace=not plain and self.activation != "silu")
         return self._fused(x)
 
     def _prefers_torch(self, x: Tensor) -> bool:
@@ -59,7 +57,7 @@ class PerSampleNorm(nn.Module):
 
     def _fused(self, x: Tensor) -> Tensor:
         all_reduce = None if is_local(self.all_reduce) else self.all_reduce
-        args = self.eps, self.activation, self.slope, all_reduce, len(x), self.group
+        args = self.eps, self.activation, all_reduce, len(x), self.group
         y, _, _, count = Normalise.apply(x, None, *wide_affine(x, self.weight, self.bias), *args)
         self._check_count(x, count)
         return y
@@ -81,9 +79,8 @@ class GroupNorm(PerSampleNorm, nn.GroupNorm):
     Keys are those of ``nn.GroupNorm``. Raises ValueError if ``groups`` does not divide ``channels``.
     """
 
-    def __init__(self, groups: int, channels: int, activation: str | None = None, slope: float = 0.01, eps: float = 1e-5,
-                 affine: bool = True) -> None:  # fmt: skip
+    def __init__(self, groups: int, channels: int, activation: str | None = None, eps: float = 1e-5, affine: bool = True) -> None:
         if groups < 1 or channels % groups:
             raise ValueError(f"{channels} channels cannot make {groups} groups; give a number that divides {channels}")
         super().__init__(groups, channels, eps, affine)
-        self.set_activation(channels, channels // groups, activation, slope)
+        self.set_activation(channels, channels // groups, activation)

@@ -12,6 +12,6 @@ class InstanceNorm(PerSampleNorm, nn.modules.instancenorm._InstanceNorm):
     Shape: x [B, C, ...] -> [B, C, ...]
     """
 
-    def __init__(self, channels: int, activation: str | None = None, slope: float = 0.01, eps: float = 1e-5) -> None:
+    def __init__(self, channels: int, activation: str | None = None, eps: float = 1e-5) -> None:
         super().__init__(channels, eps, affine=True)
-        self.set_activation(channels, 1, activation, slope)
+        self.set_activation(channels, 1, activation)
