@@ -134,6 +134,8 @@ test-oldest: $(OLDEST)/.made
 	@$(call CLIMB,1) R1 R2 R3 R10 & $(call CLIMB,2) R4 R5 R6 R7 R8 R9 || failed=1; wait $$! && [ -z "$${failed:-}" ]
 
 claims: $(VENV)/.tested
+	@$(PIP) --editable '.[lm-eval]' || echo "== lm-eval cannot be installed: tests/golden/test_llm_harness.py will be skipped"
+	@$(call PYTEST,$(BIN)) tests/golden/test_llm_harness.py
 	@$(call PYTEST,$(BIN)) -s -m claim --durations=0
 
 fuzz: $(VENV)/.tested

@@ -2,6 +2,7 @@
 Generate texts:         python -m apps.llm generate weights=FOLDER prompt="..." [temperature=0.8 ...]
 Chat at a terminal:     python -m apps.llm chat weights=FOLDER [system="..." temperature=0.7 ...]
 Evaluate a model:       python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl
+Run its benchmarks:     python -m apps.llm evaluate weights=FOLDER tasks=arc_easy,hellaswag
 
 The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
@@ -48,4 +49,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    config.run(Run, main, generate="apps.llm.generate", chat="apps.llm.chat", score="apps.llm.score")
+    config.run(Run, main, generate="apps.llm.generate", chat="apps.llm.chat", score="apps.llm.score", evaluate="apps.llm.evaluate")

@@ -44,6 +44,7 @@ def generate_outputs(mesh: Mesh) -> list[Any]:
         for cfg in SAMPLING:
             results.append(complete(model, PROMPTS, cfg, stop=[3], seed=5, pipeline=pipeline))
         results.append(llm.log_likelihoods(model, PAIRS, rows=3, pipeline=pipeline))
+        results += map(list, zip(*llm.greedy_log_likelihoods(model, [*PAIRS, ([1, 2], [4])], rows=3, pipeline=pipeline)))
         results.append(llm.likelihoods(model, [1], [[2], [3, 4]], pipeline=pipeline))
         assert model.training and all(part.training for part in model.modules())
     model, pipeline = build_model(mesh, LLAMA)

@@ -7,7 +7,7 @@ __getattr__, __all__ = attach(
     {
         ".config": ["LLMConfig", "LoRAConfig", "SamplingConfig"],
         ".generation": ["complete", "generate"],
-        ".likelihood": ["likelihoods", "log_likelihoods"],
+        ".likelihood": ["greedy_log_likelihoods", "likelihoods", "log_likelihoods"],
         ".load": ["load_weights", "load_deferred", "save_folder"],
         ".lora": ["adapt", "load_adapter", "merge", "save_adapter"],
         ".model": ["LLM"],

@@ -39,7 +39,7 @@ class Text:
 def continue_text(model: LLM, prompts: str | Sequence[str], **kwargs: Any) -> Any:
     """Continue a prompt as a ``Text``, or a list of prompts, in one batch, as a list of str.
 
-    ``kwargs``: fields of ``SamplingConfig``; ``stop``, strings before which a text ends, as at end-of-text tokens; ``seed``, to
+    ``kwargs``: fields of ``SamplingConfig``; ``stop``, strings or special tokens before which a text ends; ``seed``, to
     which the index of the prompt is added; ``pipeline`` as ``build_pipeline`` returns it. Collective over all ranks of a sharded
     model. Raises DataError for a prompt without tokens, or too long for the model.
     """
@@ -89,6 +89,7 @@ def _generate_pieces(
     ends |= tokenizer.turn_ends if fresh else set()
     if not all(stops):
         raise ConfigError("stop: an empty string, which would end every text at once; leave it out")
+    ends |= {token for token in tokenizer.special if tokenizer.decode([token]) in stops}
     kwargs = {"vocab_size": tokenizer.size, "pipeline": pipeline, "capture": capture}
     generation = generate(model, prompts, SamplingConfig(**sampling), ends, seed, **kwargs)
     return _stream_pieces(generation, [TextStreamer(tokenizer, ends, stops, () if fresh else prompt) for prompt in prompts])

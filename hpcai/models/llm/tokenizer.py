@@ -20,7 +20,7 @@ import numpy as np
 from hpcai.errors import ConfigError, DataError, HpcaiError
 from hpcai.json_file import check_fields, parse_object, read_regular
 from hpcai.lazy import import_optional
-from hpcai.models.llm.chats import render
+from hpcai.models.llm.chats import Rendered, render
 
 BYTES = "bytes"
 END = "<|endoftext|>"
@@ -249,12 +249,7 @@ class Tokenizer:
         """Return the ids of messages ({"role": ..., "content": ...} each) by the chat template, and a mask that is 1 for tokens of
         the assistant. ``generation``: end with the prompt for its next message, with a mask of zeros. Special tokens in a message
         are plain text. Raises DataError if there is no template, and with its message if it rejects the conversation."""
-        if (template := self.chat_template) is None:
-            raise DataError(f"{self.where}: has no chat template; give {CONFIG} beside it a \"chat_template\"")
-        names = {key: _token_text(value) for key, value in self.config.items() if key.endswith("_token")}
-        variables = {key: value for key, value in names.items() if value is not None}
-        special = [self._added[index]["content"] for index in self.special]
-        rendered = render(template, self.where, messages, special, generation, tools=None, **variables)
+        rendered = self.render_chat(messages, generation)
         ids, mask, spans = list[int](), list[int](), sorted(rendered.answers)
         for begin, tokens, offsets in self._segments(rendered.text, rendered.literal):
             segment_mask = [0] * len(tokens)
@@ -265,6 +260,15 @@ class Tokenizer:
             ids += tokens
             mask += segment_mask
         return ids, mask
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], generation: bool = False) -> Rendered:
+        """Render messages as text, with the errors of ``chat``."""
+        if (template := self.chat_template) is None:
+            raise DataError(f"{self.where}: has no chat template; give {CONFIG} beside it a \"chat_template\"")
+        names = {key: _token_text(value) for key, value in self.config.items() if key.endswith("_token")}
+        variables = {key: value for key, value in names.items() if value is not None}
+        special = [self._added[index]["content"] for index in self.special]
+        return render(template, self.where, messages, special, generation, tools=None, **variables)
 
     @property
     def chat_template(self) -> str | None:

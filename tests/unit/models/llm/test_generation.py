@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpcai.errors import ConfigError
 from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, complete, generate, generation, likelihoods, log_likelihoods
 from hpcai.models.llm.generation import sample_tokens
+from hpcai.models.llm.likelihood import greedy_log_likelihoods
 from tests.cpu_graph import CPUGraph
 
 LLAMA: dict[str, Any] = {
@@ -127,8 +128,10 @@ def test_a_step_that_cannot_be_captured_is_an_error_and_graphs_are_reset_before_
 
 
 def test_likelihoods_do_not_depend_on_the_rest_of_the_batch() -> None:
+    """Greedy continuations are marked, and continuations of one context that differ in their last token share a row."""
     model = model_of("llama")
     pairs = [([1, 2], [3]), ([5], [6, 7, 8, 9]), ([3, 4, 5, 6, 7], [1, 2]), ([0], [0])]
+    pairs += [([1, 2], [token]) for token in range(3)] + [([5], complete(model, [[5]], SamplingConfig(most=4))[0])]
     expected = []
     model.eval()
     for prompt, continuation in pairs:
@@ -138,4 +141,7 @@ def test_likelihoods_do_not_depend_on_the_rest_of_the_batch() -> None:
     model.train()
     for rows in (1, 3, 9):
         assert log_likelihoods(model, pairs, rows) == pytest.approx(expected, abs=1e-12)
+        sums, greedy = zip(*greedy_log_likelihoods(model, pairs, rows))
+        assert sums == pytest.approx(expected, abs=1e-12)
+        assert list(greedy) == [complete(model, [a], SamplingConfig(most=len(b)))[0] == b for a, b in pairs] and greedy[-1]
     assert likelihoods(model, [5], [[6, 7, 8, 9], [1]])[0] == pytest.approx(expected[1], abs=1e-12) and model.training
