@@ -44,6 +44,17 @@ def test_parts_of_families_sharded_equal_full(axes: dict[str, int]) -> None:
     check_sharded_equals_full(axes, [{"model": name, "packed": name in ("gemma", "deepseek")} for name in FAMILIES])
 
 
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"tensor": 4}, *MESHES[:3], *MESHES[4:6]], ids=str)
+def test_multi_token_prediction_sharded_equals_full(axes: dict[str, int]) -> None:
+    """Also with experts over replicas, recomputed layers, adapters, and one document per row."""
+    cases: list[Case] = [{"model": "mtp", "packed": True}, {"model": "tied mtp"}, {"model": "tied mtp", "adapted": True}]
+    if list(axes) == ["pipeline"]:
+        cases = [case | {"layers": 4} for case in cases]
+    if "replicate" in axes:
+        cases = [cases[0] | {"shard": "optimizer", "experts": 2}, cases[1] | {"shard": "weights"}]
+    check_sharded_equals_full(axes, cases)
+
+
 @pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 2, "tensor": 2}, {"replicate": 2, "context": 2}], ids=str)
 def test_experts_over_replicas_equal_one_rank(axes: dict[str, int]) -> None:
     cases = [{"model": "deepseek", "experts": 2}, {"model": "gpt_oss", "experts": axes["replicate"], "shard": "optimizer"}]
