@@ -174,6 +174,18 @@ def build_model(kind: str) -> LLM:
     return randomize(LLM(LLMConfig(**sizes | CONFIGS[kind])), 1).eval()  # type: ignore[return-value]
 
 
+def test_transformers_leaves_out_the_multi_token_prediction_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hf_family("deepseek_v3").save_pretrained(tmp_path / "theirs")
+    plain = LLM.load(tmp_path / "theirs")
+    assert plain.cfg.mtp_layers == 0 and "no tensors of the 1 layers of multi-token prediction" in caplog.text
+    model = LLM(plain.cfg.model_copy(update={"mtp_layers": 1}))
+    folder = write_outputs(train_model(model), tmp_path)
+    torch.testing.assert_close(dict(LLM.load(folder).state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    peer, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and all(f"layers.{plain.cfg.layers}." in name for name in info["unexpected_keys"])
+    torch.testing.assert_close(peer(random_tokens(50)).logits, model(random_tokens(50)))
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_transformers_reads_saved_folders(kind: str, tmp_path: Path) -> None:
     model = build_model(kind)

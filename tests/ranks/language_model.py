@@ -72,7 +72,8 @@ def batches(mesh: Mesh, case: Case, first: int = 0, steps: int = STEPS) -> list[
 
 
 def check_sharded_equals_full(axes: dict[str, int], cases: list[Case]) -> None:
-    values = () if "replicate" in axes else ("loss", "mtp_loss") if "mtp" in cases[0]["model"] else ("loss",)  # a replica reports the mean of its own samples
+    # A replica reports the mean of its own samples.
+    values = () if "replicate" in axes else ("loss", "mtp_loss") if "mtp" in cases[0]["model"] else ("loss",)
     training.check_sharded_equals_full(axes, cases, new_step, batches, values)
 
 

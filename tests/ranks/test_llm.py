@@ -44,7 +44,7 @@ def test_parts_of_families_sharded_equal_full(axes: dict[str, int]) -> None:
     check_sharded_equals_full(axes, [{"model": name, "packed": name in ("gemma", "deepseek")} for name in FAMILIES])
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"tensor": 4}, *MESHES[:3], *MESHES[4:6]], ids=str)
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}, {"pipeline": 2}, *MESHES[:3], *MESHES[4:6]], ids=str)
 def test_multi_token_prediction_sharded_equals_full(axes: dict[str, int]) -> None:
     """Also with experts over replicas, recomputed layers, adapters, and one document per row."""
     cases: list[Case] = [{"model": "mtp", "packed": True}, {"model": "tied mtp"}, {"model": "tied mtp", "adapted": True}]

@@ -250,7 +250,7 @@ class Rule(NamedTuple):
     ours: tuple[str, ...]
     form: str
     """same; transposed: the last two dims; fused: parameters are concatenated in dim 0; experts: one tensor for each expert;
-    interleaved: rows of gate and up alternate, transposed; rotary: pairs of rotated channels are neighbours; copy: of a parameter"""
+    interleaved: rows of gate and up alternate, transposed; rotary: pairs of rotated channels are neighbours; copy: repeated"""
 
 
 def tensor_rules(cfg: LLMConfig, kind: str, sizes: Mapping[str, Sequence[int]]) -> list[Rule]:
@@ -271,7 +271,8 @@ def tensor_rules(cfg: LLMConfig, kind: str, sizes: Mapping[str, Sequence[int]]) 
         filled = (_fill(x, place).replace("model.", inside, 1) for x in ours)
         rules.setdefault(target, Rule((*names,), tuple(each for each in filled if each in sizes), form))
     for n in range(cfg.layers, cfg.total_layers if kind != OURS else 0):
-        for end, ours in ("embed_tokens", "model.embed_tokens"), ("shared_head.head", "model.embed_tokens" if cfg.tied else "lm_head"):
+        head = "model.embed_tokens" if cfg.tied else "lm_head"
+        for end, ours in ("embed_tokens", "model.embed_tokens"), ("shared_head.head", head):
             rules[f"{n}.{end}"] = Rule((f"model.layers.{n}.{end}.weight",), (f"{ours}.weight",), "copy")
     return list(rules.values())
 

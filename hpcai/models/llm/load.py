@@ -40,7 +40,8 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     path = resolve_run(Path(path))
     settings = read_settings(path)
     if cfg is not None:
-        weights.check_sizes(path, comparable(settings).model_dump(exclude={"positions", "mtp_layers"}), comparable(cfg).model_dump())
+        chosen = {"positions", "mtp_layers"}
+        weights.check_sizes(path, comparable(settings).model_dump(exclude=chosen), comparable(cfg).model_dump())
         settings = cfg
     tensors = _open_weights(path, settings)
     with torch.device("meta"):
@@ -250,6 +251,7 @@ def _known(
 
 def _is_prediction_layer(name: str, cfg: LLMConfig) -> bool:
     """Whether a tensor is not read: of a layer of multi-token prediction that the settings do not have."""
-    ours = name.startswith("model.mtp.") and (not cfg.mtp_layers or name.endswith("embed_tokens.weight"))  # which is a copy
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    return ours or (cfg.latent is not None and match is not None and int(match[1]) >= cfg.total_layers)
+    match = re.match(r"model\.(mtp\.)?layers\.(\d+)\.", name)
+    if match is None or not (match[1] or cfg.latent):
+        return name == "model.mtp.embed_tokens.weight"  # a copy
+    return int(match[2]) >= (cfg.mtp_layers if match[1] else cfg.total_layers)

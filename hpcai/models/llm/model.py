@@ -193,7 +193,7 @@ class Layer(nn.Module):
 
 class MTPLayer(Layer):
     """A layer of multi-token prediction (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, equations 21 to 23), with the names and
-    the order of concatenation of vLLM's ``deepseek_mtp.py``.   hidden, embedding [B, T, C] -> input of the output layer [B, T, C]"""
+    the order of concatenation of vLLM's ``deepseek_mtp.py``.   hidden, embedding [B, T, C] -> input of the head, likewise"""
 
     def __init__(self, cfg: LLMConfig, number: int) -> None:
         super().__init__(cfg, number)

@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 def loss(model: Any, batch: Batch) -> dict[str, Any]:
     """Return the mean cross entropy of target tokens, in nats, as (sum, count). A mixture of experts has ``expert_load`` too, the
     load of the busiest expert of any layer relative to a balanced one, ``router_entropy`` in nats, and the fraction ``dropped``.
-    In training with multi-token prediction, ``mtp_loss`` is the mean of all depths, and ``loss`` has the gradient, not the value, of
+    In training with multi-token prediction ``mtp_loss`` is the mean of all depths, and ``loss`` has the gradient, not the value, of
     the mean of their sums times ``cfg.mtp_loss``, over the count of the next tokens (DeepSeek-AI 2024, equations 24 and 25)."""
     further = batch.further(model.cfg.mtp_layers) if model.training else []
     (entropy, *others), targets = _entropy(model, batch, further)
