@@ -175,8 +175,7 @@ def resolve_run(path: Path) -> Path:
 
 
 def read_settings(path: str | Path) -> LLMConfig:
-    """Read the settings of a model without its weights, from all that ``load_weights`` accepts. Layers of multi-token prediction
-    that config.json counts, but no tensor has, as transformers saves models, are logged and left out."""
+    """Read the settings of a model without its weights, from all that ``load_weights`` accepts, and log layers that it lacks."""
     path = resolve_run(Path(path))
     settings = read_config(path) if path.is_dir() else weights.read_settings(path, "llm", LLMConfig)
     if settings is None:

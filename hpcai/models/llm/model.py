@@ -31,7 +31,6 @@ from hpcai.nn.seam import Seam
 from hpcai.nn.weights import PretrainedMixin
 
 Rotary = Sequence[tuple[Tensor, Tensor]]  # cosines and sines, of layers without a sliding window and with one
-Further = Sequence[tuple[Tensor, Tensor]]  # tokens and targets of each layer of multi-token prediction
 
 
 class CausalAttention(nn.Module):
@@ -214,7 +213,7 @@ class MultiTokenPrediction(nn.Module):
         self.cfg, self.embed_tokens = cfg, embed_tokens  # shared under a second name: the last pipeline stage has it, too
         self.layers = nn.ModuleList(MTPLayer(cfg, number) for number in range(cfg.layers, cfg.total_layers))
 
-    def forward(self, losses: Tensor, hidden: Tensor, head: nn.Module, further: Further, rotary: Rotary, documents: Any) -> Any:
+    def forward(self, losses: Tensor, hidden: Tensor, head: nn.Module, further: Any, rotary: Rotary, documents: Any) -> Any:
         outputs = [losses]
         for layer, (tokens, targets) in zip(self.layers, further):
             x = _scale_embedding(self.embed_tokens(tokens), self.cfg)
@@ -300,7 +299,7 @@ class LLM(PretrainedMixin):
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, documents: Tensor | None = None,
-        further: Further = (),
+        further: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> Any:  # fmt: skip
         if positions is None:
             count = tokens.shape[1] if targets is None else targets.shape[1]  # later pipeline stages get hidden states

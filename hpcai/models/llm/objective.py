@@ -1,6 +1,7 @@
 """Training loss and evaluation metrics of a language model.   B rows, T tokens of each"""
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +32,13 @@ class Batch(NamedTuple):
             return targets.where(self.loss_mask[:, 1:], IGNORE_INDEX)
         return targets if self.documents is None else targets.where(self.documents.diff(dim=1) == 0, IGNORE_INDEX)
 
-    def further(self, depths: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the k-th next tokens and those after them, IGNORE_INDEX in another document, for each depth k.   two of [B, T]"""
-        pairs = []
+    def further(self, depths: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the k-th next tokens and those after them, IGNORE_INDEX in another document, for each depth k.   two of [B, T]"""
         for k in range(1, min(depths, self.tokens.shape[1] - 1) + 1):
             targets = self.targets[:, k:]
             if self.documents is not None:
                 targets = targets.where(self.documents[:, k + 1 :] == self.documents[:, : -k - 1], IGNORE_INDEX)
-            pairs.append((F.pad(self.tokens[:, k:], (0, k - 1)), F.pad(targets, (0, k), value=IGNORE_INDEX)))
-        return pairs
+            yield F.pad(self.tokens[:, k:], (0, k - 1)), F.pad(targets, (0, k), value=IGNORE_INDEX)
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def loss(model: Any, batch: Batch) -> dict[str, Any]:
     load of the busiest expert of any layer relative to a balanced one, ``router_entropy`` in nats, and the fraction ``dropped``.
     In training with multi-token prediction ``mtp_loss`` is the mean of all depths, and ``loss`` has the gradient, not the value, of
     the mean of their sums times ``cfg.mtp_loss``, over the count of the next tokens (DeepSeek-AI 2024, equations 24 and 25)."""
-    further = batch.further(model.cfg.mtp_layers) if model.training else []
+    further = list(batch.further(model.cfg.mtp_layers if model.training else 0))
     (entropy, *others), targets = _entropy(model, batch, further)
     count, total = (targets != IGNORE_INDEX).sum().to(entropy.dtype), model.all_reduce(entropy.sum())
     metrics = {"loss": (total, count), "tokens": count, **_router_metrics(model)}
