@@ -168,6 +168,8 @@ def complete_settings(cfg: Config) -> Config:
         defaults = {"vocabulary": metadata.vocabulary, "positions": metadata.sequence}
         return cfg.model_copy(update={"model": cfg.model.model_copy(update=defaults | explicit)})
     loaded = read_settings(folder)
+    if "mtp_layers" in cfg.model.model_fields_set and cfg.model.mtp_layers < loaded.mtp_layers:
+        loaded = loaded.model_copy(update={"mtp_layers": cfg.model.mtp_layers})
     if loaded.experts is not None and (experts := explicit.pop("experts", None)) is not None:
         changes = {name: getattr(experts, name) for name in experts.model_fields_set}
         for name, value in changes.items():

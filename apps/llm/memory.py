@@ -78,8 +78,8 @@ def flops_per_token(cfg: Config, tokens: int, causal: bool) -> float:
     channel of the heads and each token attended to (Narayanan et al., SC21, appendix). NVIDIA's figures count attention in full
     until 2025, then ``causal``."""
     m = cfg.model
-    products = m.num_active_parameters - _embedding_parameters(cfg) + m.vocabulary * m.width
-    attention = 12 * m.layers * m.heads * m.head_dim * tokens * (0.5 if causal else 1.0)
+    products = m.num_active_parameters - _embedding_parameters(cfg) + (1 + m.mtp_layers) * m.vocabulary * m.width
+    attention = 12 * m.total_layers * m.heads * m.head_dim * tokens * (0.5 if causal else 1.0)
     return attention + (6 * products if cfg.lora is None else 4 * products + 6 * _adapter_parameters(cfg))
 
 
@@ -128,22 +128,27 @@ def _estimate_rank(cfg: Config, sizes: MeshSizes, rank: int) -> dict[str, float]
     """Return ``estimate_bytes`` of the first or the last rank along the pipeline."""
     m, step, both = cfg.model, cfg.step, cfg.stages.schedule == "zero-bubble-v"  # first and last stage are on the first rank
     first, last = rank == 0, rank == 0 if both else rank == sizes.pipeline - 1
-    n, local_layers, shards = sizes.tensor, -(-m.layers // sizes.pipeline), step.shard == "weights" and sizes.replicate > 1
+    n, predicting, shards = sizes.tensor, m.mtp_layers if last else 0, step.shard == "weights" and sizes.replicate > 1
+    local_layers = -(-m.layers // sizes.pipeline) + predicting
     tokens = max(cfg.data.batch // (sizes.replicate * step.accumulate), 1) * row_tokens(cfg) // sizes.context
     hidden, product = _element_bytes(cfg)
     keys = m.kv_heads * max(n // m.kv_heads, 1) - m.kv_heads  # key heads that are replicated on several ranks
-    experts = (m.num_parameters - m.count_parameters(0)) / m.layers / n / cfg.mesh.expert  # of a rank in a layer
-    layer = (m.count_parameters(0) - _embedding_parameters(cfg)) / m.layers / n + experts + 2 * keys * m.head_dim * m.width / n
-    ends = _embedding_parameters(cfg) / n if sizes.pipeline == 1 else m.vocabulary * m.width / n
+    experts = (m.num_parameters - m.count_parameters(0)) / m.total_layers / n / cfg.mesh.expert  # of a rank in a layer
+    joined, replicated = 2 * m.width**2, 2 * keys * m.head_dim * m.width  # the first of multi-token prediction, not sharded
+    layer = (m.count_parameters(0) - _embedding_parameters(cfg) - m.mtp_layers * joined) / m.total_layers / n
+    layer += experts + replicated / n
+    ends = _embedding_parameters(cfg) / n if sizes.pipeline == 1 or predicting else m.vocabulary * m.width / n
     different = local_layers * experts if cfg.mesh.expert > 1 else 0.0  # replicas do not shard what they do not share
-    nbytes = _state_bytes(cfg, sizes, local_layers * layer + ends - different, trained=cfg.lora is None, ends=ends)
+    shared = local_layers * layer + predicting * joined + ends - different
+    nbytes = _state_bytes(cfg, sizes, shared, trained=cfg.lora is None, ends=ends)
     for name, value in _state_bytes(cfg, sizes, different, trained=cfg.lora is None, shard="none").items():
         nbytes[name] += value
-    adapters = _adapter_parameters(cfg) * local_layers / m.layers / n if cfg.lora else 0.0
+    adapters = _adapter_parameters(cfg) * local_layers / m.total_layers / n if cfg.lora else 0.0
     nbytes["adapters"] = sum(_state_bytes(cfg, sizes, adapters, trained=True).values())
     saved, boundary = (_saved_activations(cfg, sizes, tokens, recompute) for recompute in (m.recompute, "layers"))
     in_flight = _micro_batches_in_flight(cfg, sizes, rank)
-    nbytes["activations"] = local_layers * saved * in_flight
+    inputs = m.width * tokens // n * (hidden + product if m.recompute == "layers" else 2 * hidden + 3 * product)
+    nbytes["activations"] = (local_layers * saved + predicting * inputs) * in_flight
     if sizes.pipeline > 1:  # inputs and outputs of stages and their gradients, for each micro-batch (torch's stages)
         stages = cfg.stages.per_rank
         nbytes["messages"] = boundary * (step.accumulate * (2.0 * stages - first - last) + in_flight * (stages - last))
@@ -151,6 +156,8 @@ def _estimate_rank(cfg: Config, sizes: MeshSizes, rank: int) -> dict[str, float]
     nbytes["copies"] = product * local_layers * layer * cast if m.recompute != "layers" else 0.0
     recomputed = _saved_activations(cfg, sizes, tokens, "none") + product * layer * cast if m.recompute == "layers" else 0.0
     nbytes["layer or head"] = max(_layer_backward(cfg, sizes, tokens) + recomputed, _loss_head(cfg, sizes, tokens) if last else 0.0)
+    if predicting:  # the gradients of the first cross entropy wait for those of the others
+        nbytes["layer or head"] += max(hidden, 4) * m.vocabulary * m.width / n * (cfg.lora is None) + product * m.width * tokens
     weight = 2 if step.precision == "bf16-params" else max(hidden, 4)
     in_transit = (weight + max(hidden, 4)) * (layer if cfg.lora is None else adapters / local_layers)
     nbytes["gathered"] = weight * (ends + 2 * layer) + in_transit if shards else 0.0
@@ -171,7 +178,7 @@ def _adapter_parameters(cfg: Config) -> int:
     ends |= dict.fromkeys(("up_proj", "gate_proj", "down_proj"), m.width + m.inner)
     vocab = m.vocabulary * m.width * sum(lora.saves(f"{name}.weight") for name in ("model.embed_tokens", "lm_head")) if lora else 0
     rank, names = (max(lora.rank, *lora.rank_pattern.values(), 0), lora.targets) if lora else (0, ())
-    return vocab + m.layers * rank * sum(ends.get(name, 0) for name in {name.rpartition(".")[2] for name in names})
+    return vocab + m.total_layers * rank * sum(ends.get(name, 0) for name in {name.rpartition(".")[2] for name in names})
 
 
 def _element_bytes(cfg: Config) -> tuple[int, int]:

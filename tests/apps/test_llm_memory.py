@@ -190,6 +190,11 @@ def test_flops_per_token_are_the_known_counts() -> None:
     assert [memory.flops_per_token(cfg, 4096, half) / 1e9 for half in (False, True)] == pytest.approx([46.09, 42.87], abs=0.01)
     cfg = cfg.model_copy(update={"model": LLMConfig.preset("llama3.1-8b")})
     assert [memory.flops_per_token(cfg, 8192, half) / 1e9 for half in (False, True)] == pytest.approx([57.91, 51.47], abs=0.01)
+    plain, deepseek = (cfg.model_copy(update={"model": LLMConfig.preset("deepseek-v3", mtp_layers=n)}) for n in (0, 1))
+    added, flops = deepseek.model.num_parameters - plain.model.num_parameters, memory.flops_per_token(deepseek, 4096, False)
+    assert round((added - 2 * 7168**2) / 1e9, 1) == 11.5, "as published for multi-token prediction, without eh_proj"
+    computed = added - 248 * 3 * 2048 * 7168 + 129_280 * 7168 + 2 * 128 * 192 * 4096  # 8 of 256 experts, output layer, attention
+    assert flops - memory.flops_per_token(plain, 4096, False) == 6 * computed
     adapted = cfg.model_copy(update={"lora": LoRAConfig()})
     assert memory.flops_per_token(adapted, 8192, False) < 0.76 * memory.flops_per_token(cfg, 8192, False)
 

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from apps.llm.data import complete_settings
+from apps.llm.settings import Config, StartConfig
 from hpcai import dist, train
 from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 from hpcai.models import llm
@@ -18,11 +21,12 @@ from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, 
 from hpcai.models.llm.families import comparable, read_config
 from hpcai.models.llm.generation import filter_logits, sample_tokens
 from hpcai.models.llm.load import hub_state
-from hpcai.models.llm.model import rotary_frequencies
+from hpcai.models.llm.model import Layer, rotary_cos_sin, rotary_frequencies
 from hpcai.models.llm.mxfp4 import Mxfp4View
 from hpcai.nn.deferred_init import deferred, materialize
 from hpcai.nn.safetensors_files import open_tensors, read_full
 from hpcai.settings import StepConfig
+from tests.ranks.language_model import MODELS
 from tests.reference_data import DATA, load_arrays, load_json
 
 CASES = ["llama2_tiny", "llama31_tiny", "llama31_short_tiny", "gpt2_tiny"]
@@ -122,7 +126,7 @@ def test_frequencies_of_published_models() -> None:
 def test_settings_of_published_models(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES[name]["config"]))
     cfg = read_config(tmp_path)
-    assert cfg.num_parameters == SIZES[name]["parameters"]
+    assert cfg.model_copy(update={"mtp_layers": 0}).num_parameters == SIZES[name]["parameters"]
     if "rope_theta" in SIZES[name]["config"] and (preset := SIZES[name].get("preset")):
         fixed = {"rotary", "window", "full_layers", "bias", "norm", "experts", "latent", "attention_scale", "qk_norm", "sinks"}
         assert comparable(LLMConfig.preset(preset)).model_dump(include=fixed) == comparable(cfg).model_dump(include=fixed)
@@ -132,7 +136,7 @@ def test_settings_of_published_models(name: str, tmp_path: Path) -> None:
 def test_published_sizes(preset: str, name: str) -> None:
     cfg = LLMConfig.preset(preset)
     assert cfg.num_parameters == SIZES[name]["parameters"]
-    single_layer = cfg.model_copy(update={"layers": 1})
+    single_layer = cfg.model_copy(update={"layers": 1, "mtp_layers": int(cfg.rotary is not None)})
     with torch.device("meta"):
         assert sum(p.numel() for p in LLM(single_layer).parameters()) == single_layer.num_parameters
 
@@ -268,7 +272,7 @@ def test_weights_that_are_not_those_of_the_settings_are_refused_in_both_ways_of_
     good = load_file(folder / "model.safetensors")
     embedding, norm = good["model.embed_tokens.weight"], good["model.norm.weight"]
     for change, message in (
-        ({"lm_head.weight": embedding + 1}, "tie_word_embeddings is true, but lm_head.weight differs from the embedding; set it"),
+        ({"lm_head.weight": embedding + 1}, "lm_head.weight differs from model.embed_tokens.weight; set tie_word_emb"),
         ({"model.norm.weight": norm.int()}, "model.norm.weight is I32, expected BF16, F16, F32, F64"),
         ({"model.norm.weight": norm.to(torch.complex64)}, "model.norm.weight is C64, expected"),
         ({"model.norm.weight": norm / 0}, "model.norm.weight has elements that are not finite"),
@@ -350,3 +354,58 @@ def test_likelihoods_of_choices() -> None:
         assert llm.likelihoods(model, item["context_ids"], item["choice_ids"]) == pytest.approx(item["loglik"], abs=1e-9)
     with pytest.raises(DataError, match="at least one token"):
         llm.likelihoods(model, [], [[1]])
+
+
+def build_mtp(model: dict[str, Any], **settings: Any) -> LLM:
+    torch.manual_seed(0)
+    built = LLM(LLMConfig(**model, mtp_layers=2, **settings)).double()
+    for parameter in built.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return built
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_multi_token_prediction_has_losses_and_gradients_of_its_formulas(packed: bool) -> None:
+    model = build_mtp(MODELS["llama"], mtp_loss=0.3, scaled_embedding=True, recompute="selective")
+    tokens, counted, states = torch.randint(0, 25, (3, 17)), torch.rand(3, 17) < 0.8, list[Tensor]()
+    documents = (torch.rand(3, 17) < 0.2).cumsum(1) * packed
+    batch = Batch(tokens, documents if packed else None, counted)
+    (total, count), (further, further_count) = (llm.loss(model, batch)[name] for name in ("loss", "mtp_loss"))
+    actual = torch.autograd.grad(total, list(model.parameters()))
+    hook = model.model.norm.register_forward_hook(lambda *call: states.append(call[2]))
+    positions = llm.objective.document_positions(documents)[:, :-1]
+    main = model(tokens[:, :-1], batch.targets, positions, documents[:, :-1]).sum()
+    hook.remove()
+    rotary, (h,) = [rotary_cos_sin(cfg, 4, positions, torch.float64) for cfg in model.rotary_cfgs * 2], states
+    sums, number = main.new_zeros(()), 0
+    for k, layer in enumerate(model.model.mtp.layers, 1):  # type: ignore[union-attr]
+        later = 4 * model.model.embed_tokens(torch.cat((tokens[:, k:], tokens.new_zeros(3, k)), 1)[:, :16])
+        parts = F.rms_norm(later, (16,), layer.enorm.weight, 1e-5), F.rms_norm(h, (16,), layer.hnorm.weight, 1e-5)
+        h = Layer.forward(layer, torch.cat(parts, -1) @ layer.eh_proj.weight.T, rotary, documents[:, :-1])
+        h = F.rms_norm(h, (16,), layer.norm.weight, 1e-5)
+        for row, t in ((row, t) for row in range(3) for t in range(16 - k)):
+            if counted[row, t + k + 1] and documents[row, t] == documents[row, t + k + 1]:
+                sums, number = sums + F.cross_entropy(model.lm_head.weight @ h[row, t], tokens[row, t + k + 1]), number + 1
+    expected = torch.autograd.grad(main + 0.3 / 2 * sums, list(model.parameters()))
+    assert number == further_count < count * 2 and llm.loss(model.eval(), batch).keys() == {"loss", "tokens"}
+    for a, b in zip((total, further, *actual), (main, sums, *expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * max(1.0, b.abs().max().item()))
+
+
+def test_files_have_multi_token_prediction_with_copies_of_embedding_and_output_layer(tmp_path: Path) -> None:
+    model = build_mtp(MODELS["deepseek"] | {"experts": {**MODELS["deepseek"]["experts"], "shared": 16}})
+    state, tokens, (file, ours) = model.state_dict(), torch.tensor([[1, 2]]), (tmp_path / "model.safetensors", tmp_path / "ours")
+    llm.save_folder(state, model.cfg, tmp_path)
+    model.save(ours)
+    for path in (tmp_path, ours):
+        torch.testing.assert_close(dict(LLM.load(path).state_dict()), dict(state), rtol=0, atol=0)
+        for count in (0, 1):
+            cfg = complete_settings(Config(model=LLMConfig(mtp_layers=count), start=StartConfig(weights=path))).model
+            assert cfg.mtp_layers == count and torch.equal(LLM.load(path, cfg)(tokens), model(tokens))
+    stored, copy, norm = load_file(file), "model.layers.3.embed_tokens.weight", "model.layers.3.enorm.weight"
+    assert torch.equal(stored["model.layers.2.shared_head.head.weight"], stored["lm_head.weight"])
+    changed, missing = stored | {copy: stored[copy] + 1}, {name: x for name, x in stored.items() if name != norm}
+    for tensors, text in (changed, f"{copy} differs from model.embed_tokens.weight; set num_next"), (missing, f"has no {norm}"):
+        save_file(tensors, file)
+        with pytest.raises(CheckpointError, match=text):
+            LLM.load(tmp_path)

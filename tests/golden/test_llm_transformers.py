@@ -104,12 +104,13 @@ def hf_family(case: str) -> nn.Module:
     return randomize(transformers.AutoModelForCausalLM.from_config(cfg), 1)
 
 
-def load_hf(folder: Path) -> Any:
-    """Load a folder with transformers in float64; its weights must be exactly those of the model."""
+def load_hf(folder: Path, unused: str = " ") -> Any:
+    """Load a folder with transformers in float64; its weights must be exactly those of the model, and some with ``unused``."""
     implementations = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with patch.object(modeling_llama, "torch", torch):  # both libraries compute frequencies in float32
         model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **implementations)
-    assert not any(loading_info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading_info
+    kinds = "missing_keys", "unexpected_keys", "mismatched_keys"
+    assert not [name for kind in kinds for name in loading_info[kind] if unused not in str(name)], loading_info
     assert not loading_info.get("error_msgs"), loading_info
     return model.double().eval()
 
@@ -172,6 +173,18 @@ def test_a_family_is_the_same_model_in_transformers_and_back(case: str, tmp_path
 def build_model(kind: str) -> LLM:
     sizes = {"vocabulary": 50, "width": 24, "layers": 2, "heads": 4, "inner": 20, "positions": 24}
     return randomize(LLM(LLMConfig(**sizes | CONFIGS[kind])), 1).eval()  # type: ignore[return-value]
+
+
+def test_transformers_leaves_out_the_multi_token_prediction_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hf_family("deepseek_v3").save_pretrained(tmp_path / "theirs")
+    plain = LLM.load(tmp_path / "theirs")
+    assert plain.cfg.mtp_layers == 0 and "no tensors of the 1 layers of multi-token prediction" in caplog.text
+    model = LLM(plain.cfg.model_copy(update={"mtp_layers": 1}))
+    folder = write_outputs(train_model(model), tmp_path)
+    torch.testing.assert_close(dict(LLM.load(folder).state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    peer, tokens = load_hf(folder, f".layers.{plain.cfg.layers}."), random_tokens(50)
+    with computing_in_float64(peer):
+        check_close(model.double()(tokens), peer(tokens).logits)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

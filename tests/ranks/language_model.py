@@ -34,14 +34,15 @@ MODELS: dict[str, dict[str, Any]] = {
                  "experts": {"count": 4, "top_k": 2, "inner": 8, "score": "sigmoid", "groups": 2, "correction": True, "shared": 12,
                              "dense_layers": (0,), "z_loss": 0.1, "bias_update_rate": 0.01}},
 }  # fmt: skip
+MODELS["mtp"] = {**MODELS["deepseek"], "mtp_layers": 2, "mtp_loss": 0.3, "window": 5}
+MODELS["tied mtp"] = {**MODELS["tied"], "mtp_layers": 1, "scaled_embedding": True}
 TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
     with deferred(seed):  # each rank initializes its shard of the same weights
         sizes = MODELS[case["model"]] | {name: case[name] for name in ("layers",) if name in case}
-        if "experts" in case:
-            sizes |= {"experts": sizes["experts"] | {"parallel": min(case["experts"], mesh["replicate"].size)}}
+        mesh.sizes["expert"] = min(case.get("experts", 1), mesh["replicate"].size)
         model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
         if case.get("adapted"):
             saved: Any = {"modules_to_save": ("norm",) if sizes.get("tied") else ("norm", "lm_head")}
@@ -71,7 +72,8 @@ def batches(mesh: Mesh, case: Case, first: int = 0, steps: int = STEPS) -> list[
 
 
 def check_sharded_equals_full(axes: dict[str, int], cases: list[Case]) -> None:
-    values = () if "replicate" in axes else ("loss",)  # a replica reports the mean of its own samples
+    # A replica reports the mean of its own samples.
+    values = () if "replicate" in axes else ("loss", "mtp_loss") if "mtp" in cases[0]["model"] else ("loss",)
     training.check_sharded_equals_full(axes, cases, new_step, batches, values)
 
 

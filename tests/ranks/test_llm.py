@@ -44,6 +44,13 @@ def test_parts_of_families_sharded_equal_full(axes: dict[str, int]) -> None:
     check_sharded_equals_full(axes, [{"model": name, "packed": name in ("gemma", "deepseek")} for name in FAMILIES])
 
 
+@pytest.mark.parametrize("axes", [{"context": 2}, {"pipeline": 2}, MESHES[0], MESHES[2], MESHES[5]], ids=str)
+def test_multi_token_prediction_sharded_equals_full(axes: dict[str, int]) -> None:
+    cases: list[Case] = [{"model": "mtp", "packed": True}, {"model": "tied mtp"}, {"model": "tied mtp", "adapted": True}]
+    replicated: list[Case] = [cases[0] | {"shard": "optimizer", "experts": 2}, cases[1] | {"shard": "weights"}]
+    check_sharded_equals_full(axes, replicated if "replicate" in axes else cases)
+
+
 @pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 2, "tensor": 2}, {"replicate": 2, "context": 2}], ids=str)
 def test_experts_over_replicas_equal_one_rank(axes: dict[str, int]) -> None:
     cases = [{"model": "deepseek", "experts": 2}, {"model": "gpt_oss", "experts": axes["replicate"], "shard": "optimizer"}]

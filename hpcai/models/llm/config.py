@@ -191,6 +191,10 @@ class LLMConfig(Settings):
     """whether the output layer shares the weights of the embedding"""
     z_loss: NonNegativeFloat = 0.0
     """coefficient of the squared logsumexp of the logits of tokens in the training loss (Chowdhery et al. 2022)"""
+    mtp_layers: NonNegativeInt = 0
+    """layers of multi-token prediction in training (DeepSeek-V3): the k-th predicts the token k + 1 places ahead"""
+    mtp_loss: NonNegativeFloat = 0.1
+    """coefficient of the mean loss of these layers (DeepSeek-V3: 0.3, after two thirds of the tokens 0.1)"""
     deviation: PositiveFloat = 0.02
     """standard deviation of initial weights"""
     dropout: Rate = 0.0
@@ -213,6 +217,8 @@ class LLMConfig(Settings):
             for name in ("short", "long"):
                 if (count := len(getattr(self.rotary.scaling, name))) != self.rotary_dim // 2:
                     raise ValueError(f"rotary.scaling.{name} has {count} divisors, expected {self.rotary_dim // 2} of longrope")
+        if self.mtp_layers and self.rotary is None:
+            raise ValueError(f"mtp_layers is {self.mtp_layers}, but positions are learned (rotary is null); set one of the two")
         return self
 
     @property
@@ -237,6 +243,11 @@ class LLMConfig(Settings):
         return int(self.positions * scaling.factor) if scaling and scaling.kind == "dynamic" else self.positions
 
     @property
+    def total_layers(self) -> int:
+        """Layers with those of multi-token prediction, which have the last numbers."""
+        return self.layers + self.mtp_layers
+
+    @property
     def is_gated(self) -> bool:
         """Whether feed-forward layers have a gate."""
         return self.feed in ("swiglu", "geglu")
@@ -258,14 +269,15 @@ class LLMConfig(Settings):
         c, experts = self.width, self.experts
         norm = c * (2 if self.norm == "layer" else 1)
         embeddings = (1 if self.tied else 2) * self.vocabulary * c + norm + (0 if self.rotary else self.positions * c)
-        sparse = sum(map(self.has_experts, range(self.layers)))
-        feed = (self.layers - sparse) * self._feed_parameters(self.inner, self.has_bias("mlp"))
+        sparse = sum(map(self.has_experts, range(self.total_layers)))
+        feed = (self.total_layers - sparse) * self._feed_parameters(self.inner, self.has_bias("mlp"))
         if experts is not None:
             router = experts.count * (c + experts.bias)
             shared = self._feed_parameters(experts.shared or 0, False) + c * experts.shared_gate
             number = experts.count if per_layer is None else per_layer
             feed += sparse * (router + shared + number * self._feed_parameters(experts.inner, experts.bias))
-        return self.layers * (self._attention_parameters() + (4 if self.norm_position == "both" else 2) * norm) + feed + embeddings
+        layer = self._attention_parameters() + (4 if self.norm_position == "both" else 2) * norm
+        return self.total_layers * layer + self.mtp_layers * (3 * norm + 2 * c * c) + feed + embeddings
 
     @property
     def num_parameters(self) -> int:
@@ -274,7 +286,7 @@ class LLMConfig(Settings):
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameters that compute a token: of experts the selected ones."""
+        """Number of parameters that compute a token in training: of experts the selected ones."""
         return self.count_parameters(self.experts.top_k if self.experts else None)
 
     @property

@@ -30,7 +30,7 @@ _TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").r
 _KINDS: list[str] = list(_TABLES["families"])  # as ``model_type`` of config.json
 _SCALING: dict[str, dict[str, str]] = _TABLES["scaling"]
 _IGNORED_ROPE = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned"}
-TRAINING_SETTINGS = {"dropout", "recompute", "deviation", "z_loss"}
+TRAINING_SETTINGS = {"dropout", "recompute", "deviation", "z_loss", "mtp_loss"}
 """settings that config.json does not determine"""
 TRAINING_EXPERTS = {"balance_loss", "z_loss", "bias_update_rate", "capacity"}
 
@@ -250,7 +250,7 @@ class Rule(NamedTuple):
     ours: tuple[str, ...]
     form: str
     """same; transposed: the last two dims; fused: parameters are concatenated in dim 0; experts: one tensor for each expert;
-    interleaved: rows of gate and up alternate, transposed; rotary: pairs of rotated channels are neighbours"""
+    interleaved: rows of gate and up alternate, transposed; rotary: pairs of rotated channels are neighbours; copy: repeated"""
 
 
 def tensor_rules(cfg: LLMConfig, kind: str, sizes: Mapping[str, Sequence[int]]) -> list[Rule]:
@@ -258,16 +258,22 @@ def tensor_rules(cfg: LLMConfig, kind: str, sizes: Mapping[str, Sequence[int]]) 
     table = {name: (theirs, ours, form[0] if form else "same") for theirs, ours, *form in family(kind)["names"] for name in ours}
     rules: dict[str, Rule] = {}
     for name in sizes:
-        if cfg.tied and name == "lm_head.weight":
+        if (cfg.tied and name == "lm_head.weight") or name == "model.mtp.embed_tokens.weight":
             continue
+        inside = "model.mtp." if kind != OURS and name.startswith("model.mtp.") else "model."
         layer = re.search(r"(?<=\.layers\.)\d+", name)
         place = {"l": layer[0] if layer else "", "p": name.rpartition(".")[2]}
-        general = name if layer is None else f"{name[: layer.start()]}{{l}}{name[layer.end() :]}"
+        general = name if layer is None else f"{name[: layer.start()]}{{l}}{name[layer.end() :]}".replace(inside, "model.", 1)
         stem = general.removesuffix(place["p"])
         theirs, ours, form = table.get(general) or table.get(f"{stem}{{p}}") or (general, [general], "same")
-        target = _fill(theirs, place)
+        target = _fill(theirs, place if inside == "model." else place | {"l": str(cfg.layers + int(place["l"]))})
         names = [target.replace("{e}", str(n)) for n in range(sizes[name][0] if form == "experts" else 1)]
-        rules.setdefault(target, Rule((*names,), tuple(each for each in (_fill(x, place) for x in ours) if each in sizes), form))
+        filled = (_fill(x, place).replace("model.", inside, 1) for x in ours)
+        rules.setdefault(target, Rule((*names,), tuple(each for each in filled if each in sizes), form))
+    for n in range(cfg.layers, cfg.total_layers if kind != OURS else 0):
+        head = "model.embed_tokens" if cfg.tied else "lm_head"
+        for end, ours in ("embed_tokens", "model.embed_tokens"), ("shared_head.head", head):
+            rules[f"{n}.{end}"] = Rule((f"model.layers.{n}.{end}.weight",), (f"{ours}.weight",), "copy")
     return list(rules.values())
 
 
@@ -302,6 +308,8 @@ def to_hub(rule: Rule, state: Mapping[str, Tensor], cfg: LLMConfig) -> dict[str,
     tensors = [state[name] for name in rule.ours]
     if rule.form == "experts":
         return dict(zip(rule.theirs, tensors[0].unbind()))
+    if rule.form == "copy":
+        return {rule.theirs[0]: tensors[0].clone()}  # safetensors refuses shared memory
     if rule.form == "rotary":
         order = torch.tensor(rotary_order(cfg, rule.ours[0], len(tensors[0])), device=tensors[0].device).argsort()
         return {rule.theirs[0]: tensors[0][order]}

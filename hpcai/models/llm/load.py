@@ -1,6 +1,7 @@
 """Read and write language models as folders of Hugging Face: config.json and safetensors files."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,6 +21,7 @@ from hpcai.nn import weights
 from hpcai.nn.deferred_init import read_on_materialize
 from hpcai.nn.safetensors_files import Lazy, LazyTensor, TransposedView, open_tensors, read_full, save_sharded, write_tensors
 
+logger = logging.getLogger(__name__)
 _INDEX, _FILE, _GENERATION = "model.safetensors.index.json", "model.safetensors", "generation_config.json"
 _UNUSED = re.compile(r".*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # buffers in older files
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -32,13 +34,14 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     safetensors file of ours, or the folder of a run.
 
     The settings are those of the folder or file; ``cfg``, if given, must agree with them. A tokenizer in the folder becomes that of
-    the model. Raises CheckpointError for weights that are missing, unexpected, damaged, not finite or of other shapes, ConfigError
-    for another type of model.
+    the model. Layers of multi-token prediction beyond ``cfg.mtp_layers`` are not read. Raises CheckpointError for weights that are
+    missing, unexpected, damaged, not finite or of other shapes, ConfigError for another type of model.
     """
     path = resolve_run(Path(path))
     settings = read_settings(path)
     if cfg is not None:
-        weights.check_sizes(path, comparable(settings).model_dump(exclude={"positions"}), comparable(cfg).model_dump())
+        chosen = {"positions", "mtp_layers"}
+        weights.check_sizes(path, comparable(settings).model_dump(exclude=chosen), comparable(cfg).model_dump())
         settings = cfg
     tensors = _open_weights(path, settings)
     with torch.device("meta"):
@@ -172,12 +175,16 @@ def resolve_run(path: Path) -> Path:
 
 
 def read_settings(path: str | Path) -> LLMConfig:
-    """Read the settings of a model without its weights, from all that ``load_weights`` accepts."""
+    """Read the settings of a model without its weights, from all that ``load_weights`` accepts, and log layers that it lacks."""
     path = resolve_run(Path(path))
     settings = read_config(path) if path.is_dir() else weights.read_settings(path, "llm", LLMConfig)
     if settings is None:
         raise CheckpointError(f"{path}: weights without settings; give the folder that has {CONFIG} beside them")
-    return settings
+    without = settings.model_copy(update={"mtp_layers": 0})
+    if not settings.mtp_layers or not path.is_dir() or any(_is_prediction_layer(name, without) for name in _open_files(path)):
+        return settings
+    logger.warning("%s: no tensors of the %d layers of multi-token prediction in %s", path, settings.mtp_layers, CONFIG)
+    return without
 
 
 # ---- tensors
@@ -189,7 +196,7 @@ def _open_weights(path: Path, cfg: LLMConfig) -> dict[str, Lazy]:
     if path.is_dir() and not (path / _FILE).exists() and not (path / _INDEX).exists() and any(path.glob("*.bin")):
         command = f"python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{path}').save_pretrained('OUT')\""
         raise CheckpointError(f"{path}: weights are pickled (*.bin), which hpcai does not read; convert them with: {command}")
-    opened = open_tensors(path if not path.is_dir() or (path / _INDEX).exists() else path / _FILE)
+    opened = _open_files(path)
     kind = str(_source_config(path)["model_type"]) if path.is_dir() else OURS
     shapes = {name: tensor.size for name, tensor in opened.items()}
     weights.check_claims(path / CONFIG if path.is_dir() else path, cfg, shapes, family(kind)["keys"])
@@ -197,6 +204,8 @@ def _open_weights(path: Path, cfg: LLMConfig) -> dict[str, Lazy]:
         sizes = {name: tuple(tensor.shape) for name, tensor in LLM(cfg).state_dict().items()}
     rules, prefix = tensor_rules(cfg, kind, sizes), family(kind).get("prefix", "")
     stored = dict(_known(opened, prefix, rules, cfg, path))
+    copies = {rule.theirs[0]: rule.ours[0] for rule in rules if rule.form == "copy"}
+    rules = [rule for rule in rules if rule.form != "copy"]
     if missing := [name for rule in rules for name in rule.theirs if name not in stored]:
         others = f", nor {len(missing) - 1} others" if missing[1:] else ""
         raise CheckpointError(f"{path}: has no {missing[0]}{others}; is {CONFIG} that of these weights?")
@@ -204,13 +213,19 @@ def _open_weights(path: Path, cfg: LLMConfig) -> dict[str, Lazy]:
         if isinstance(tensor, LazyTensor) and tensor.dtype not in _FLOATS:
             raise CheckpointError(f"{tensor.path}: {tensor.key} is {tensor.dtype}, expected {', '.join(sorted(_FLOATS))}")
     tensors = {name: tensor for rule in rules for name, tensor in views(rule, stored.__getitem__, cfg, sizes).items()}
+    tensors["model.mtp.embed_tokens.weight"] = embedding = tensors["model.embed_tokens.weight"]
     if cfg.tied:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-        head = opened.get("lm_head.weight")
-        if head is not None and not torch.equal(read_full(head), read_full(tensors["lm_head.weight"])):
-            actual = f"{path}: tie_word_embeddings is true, but lm_head.weight differs from the embedding"
-            raise CheckpointError(f"{actual}; set it to false in {CONFIG} if the model has an output layer of its own")
+        tensors["lm_head.weight"] = embedding
+        copies["lm_head.weight"] = "model.embed_tokens.weight"
+    for copy, name in copies.items():
+        if copy in opened and not torch.equal(read_full(opened[copy]), read_full(tensors[name])):
+            setting = "tie_word_embeddings to false" if copy == "lm_head.weight" else "num_nextn_predict_layers to 0"
+            raise CheckpointError(f"{path}: {copy} differs from {name}; set {setting} in {CONFIG} if it is a weight of its own")
     return tensors
+
+
+def _open_files(path: Path) -> dict[str, LazyTensor]:
+    return open_tensors(path if not path.is_dir() or (path / _INDEX).exists() else path / _FILE)
 
 
 def _known(
@@ -234,6 +249,8 @@ def _known(
 
 
 def _is_prediction_layer(name: str, cfg: LLMConfig) -> bool:
-    """Whether a tensor belongs to a layer of multi-token prediction, after the layers of the model (DeepSeek-V3)."""
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    return cfg.latent is not None and match is not None and int(match[1]) >= cfg.layers
+    """Whether a tensor is not read: of a layer of multi-token prediction that the settings do not have."""
+    match = re.match(r"model\.(mtp\.)?layers\.(\d+)\.", name)
+    if match is None or not (match[1] or cfg.latent):
+        return name == "model.mtp.embed_tokens.weight"  # a copy
+    return int(match[2]) >= (cfg.mtp_layers if match[1] else cfg.total_layers)

@@ -190,6 +190,38 @@ class Layer(nn.Module):
         return x + self.drop(y if self.post_mlp_layernorm is None else self.post_mlp_layernorm(y))
 
 
+class MTPLayer(Layer):
+    """A layer of multi-token prediction (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, equations 21 to 23), with the names and
+    the order of concatenation of vLLM's ``deepseek_mtp.py``.   hidden, embedding [B, T, C] -> input of the head, likewise"""
+
+    def __init__(self, cfg: LLMConfig, number: int) -> None:
+        super().__init__(cfg, number)
+        self.enorm, self.hnorm, self.norm = _norm(cfg), _norm(cfg), _norm(cfg)
+        self.eh_proj = nn.Linear(2 * cfg.width, cfg.width, bias=False)
+
+    def forward(self, hidden: Tensor, embedding: Tensor, rotary: Rotary, documents: Any) -> Tensor:  # type: ignore[override]
+        x = self.eh_proj(cheap(lambda e, h: torch.cat((self.enorm(e), self.hnorm(h)), -1), embedding, hidden))
+        return cast(Tensor, self.norm(super().forward(x, rotary, documents)))
+
+
+class MultiTokenPrediction(nn.Module):
+    """Predict further tokens, by layers in sequence. It returns ``losses`` and the cross entropy of each layer, [B, T] each.
+    ``hidden`` [B, T, C]: The input of the output layer ``head``. ``further``: For each layer the tokens to embed, and targets."""
+
+    def __init__(self, cfg: LLMConfig, embed_tokens: nn.Module) -> None:
+        super().__init__()
+        self.cfg, self.embed_tokens = cfg, embed_tokens  # shared under a second name: the last pipeline stage has it, too
+        self.layers = nn.ModuleList(MTPLayer(cfg, number) for number in range(cfg.layers, cfg.total_layers))
+
+    def forward(self, losses: Tensor, hidden: Tensor, head: nn.Module, further: Any, rotary: Rotary, documents: Any) -> Any:
+        outputs = [losses]
+        for layer, (tokens, targets) in zip(self.layers, further):
+            x = _scale_embedding(self.embed_tokens(tokens), self.cfg)
+            hidden = run_block(layer, self.cfg.recompute, hidden, x, rotary, documents)
+            outputs.append(head(hidden, targets))
+        return tuple(outputs)
+
+
 class PositionEmbedding(nn.Embedding):
     """Learned position embedding, added to tokens.   x [B, T, C], positions [B, T] -> [B, T, C]"""
 
@@ -209,6 +241,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(cfg.vocabulary, cfg.width)
         self.add_positions = None if cfg.rotary else PositionEmbedding(cfg.positions, cfg.width)
         self.layers, self.norm = nn.ModuleList(Layer(cfg, number) for number in range(cfg.layers)), _norm(cfg)
+        self.mtp = MultiTokenPrediction(cfg, self.embed_tokens) if cfg.mtp_layers else None
 
 
 class LLM(PretrainedMixin):
@@ -216,7 +249,8 @@ class LLM(PretrainedMixin):
     targets ``hpcai.nn.lm_head.IGNORE_INDEX``.
 
     ``positions`` [B, T]: within a text, 0, 1, ... by default. ``documents`` [B, T], or [B, S] with a KV cache: the document of each
-    token of packed rows, for attention within documents. Raises DataError for more tokens than ``cfg.positions``.
+    token of packed rows, for attention within documents. ``further``: tokens and targets of multi-token prediction, as
+    ``MultiTokenPrediction`` takes them, whose losses follow then: a tuple. Raises DataError for more tokens than ``cfg.positions``.
     """
 
     package = __package__
@@ -264,8 +298,9 @@ class LLM(PretrainedMixin):
         return import_module(f"{self.package}.text").chat_reply(self, messages, stop=stop, seed=seed, **sampling)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, documents: Tensor | None = None,
+        further: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> Any:  # fmt: skip
         if positions is None:
             count = tokens.shape[1] if targets is None else targets.shape[1]  # later pipeline stages get hidden states
             if count > self.cfg.max_length:
@@ -276,15 +311,20 @@ class LLM(PretrainedMixin):
             length = positions.max() + 1 if self.text_length is None else self.text_length
         positions, targets = self.local_tokens(positions), None if targets is None else self.local_tokens(targets)
         x = self.model.embed_tokens(self.local_tokens(tokens) if tokens.ndim == 2 else tokens)
-        if self.cfg.scaled_embedding and tokens.ndim == 2:
-            x = x * _round_to(math.sqrt(self.cfg.width), x.dtype)
+        if tokens.ndim == 2:
+            x = _scale_embedding(x, self.cfg)
         if self.model.add_positions is not None:
             x = self.model.add_positions(x, positions)
         rotary = [rotary_cos_sin(cfg, self.cfg.rotary_dim, positions, x.dtype, length) for cfg in self.rotary_cfgs]
         rotary = rotary * (2 // max(len(rotary), 1))
         for layer in self.model.layers:
             x = run_block(layer, self.cfg.recompute, x, rotary, documents)
-        return self.lm_head(self.model.norm(x), targets)
+        x = self.model.norm(x)
+        losses = self.lm_head(x, targets)
+        if not further:
+            return losses
+        further = [(self.local_tokens(tokens), self.local_tokens(targets)) for tokens, targets in further]
+        return cast(Any, self.model.mtp)(losses, x, self.lm_head, further, rotary, documents)
 
     def output_files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
         """Return the files of a run and their writers: a folder of Hugging Face, or of peft for adapters."""
@@ -365,6 +405,10 @@ def _query_scale(cfg: LLMConfig) -> float | None:
     if cfg.latent is not None and scaling and scaling.mscale_all_dim:
         scale *= scaling.magnitude(scaling.mscale_all_dim) ** 2
     return None if math.isclose(scale, 1.0, rel_tol=1e-12) else scale
+
+
+def _scale_embedding(x: Tensor, cfg: LLMConfig) -> Tensor:
+    return x * _round_to(math.sqrt(cfg.width), x.dtype) if cfg.scaled_embedding else x
 
 
 def _round_to(value: float, dtype: torch.dtype) -> float:

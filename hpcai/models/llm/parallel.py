@@ -27,7 +27,7 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
     """Shard ``model`` over ``tensor`` and ``context``, in place. Raises MeshError if the mesh does not fit."""
     mesh.check_axes("LLM", "replicate", "expert", "tensor", "context", "pipeline")
     tensor, context, cfg = mesh["tensor"], mesh["context"], model.cfg
-    layers: Any = model.model.layers
+    layers: list[Any] = [*model.model.layers, *(() if model.model.mtp is None else model.model.mtp.layers)]
     if cfg.heads % tensor.size:
         raise MeshError(f"mesh.tensor is {tensor.size}, which does not divide {cfg.heads} heads; take a divisor of them")
     groups = mesh.split("tensor", tensor.size // cfg.kv_heads, "mesh.tensor") if tensor.size > cfg.kv_heads else None
@@ -86,7 +86,8 @@ def build_pipeline(model: LLM, mesh: Mesh, **kwargs: Any) -> Pipeline | None:
     if mesh["pipeline"].size == 1:
         return None
     first = ["model.embed_tokens", *(["model.add_positions"] if model.cfg.rotary is None else [])]
-    return Pipeline(model, mesh, blocks="model.layers", first=first, last=("model.norm", "lm_head"), **kwargs)
+    last = ["model.norm", "lm_head", *(["model.mtp"] if model.cfg.mtp_layers else [])]
+    return Pipeline(model, mesh, blocks="model.layers", first=first, last=last, **kwargs)
 
 
 class _ShardedRMSNorm(nn.Module):
