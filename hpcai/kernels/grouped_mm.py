@@ -70,12 +70,13 @@ def grouped_mm(
     a: Tensor, b: Tensor, ends: Tensor, dtype: torch.dtype, scale_a: Tensor | None = None, scale_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return products of groups in ``dtype``, times the scales of factors in FP8: those of rows of a with the matrices b, or those
-    of columns of a with rows of b. On a GPU the host reads no value if ``is_supported``, and float32 is TF32 where it is in torch.
+    of columns of a with rows of b. On a GPU the host reads no value where there is a kernel, and float32 is TF32 where it is in
+    torch.
 
     Shape: a [R, K], b [G, K, N] -> [R, N]; a [N, R], b [R, K] -> [G, N, K]
     """
     scale = None if scale_a is None or scale_b is None else scale_a * scale_b
-    by_torch = scale is None and _has_torch_kernel(a, b)
+    by_torch = scale is None and has_torch_kernel(a, b)
     result: Tensor = _torch_grouped_mm(a, b, offs=ends) if by_torch else implementation(a)(a, b, ends, dtype, scale)
     return result
 
@@ -98,17 +99,12 @@ def reference(a: Tensor, b: Tensor, ends: Tensor, dtype: torch.dtype, scale: Ten
     return (joined if scale is None else joined * scale).to(dtype)
 
 
-def is_supported(x: Tensor, weight: Tensor) -> bool:
-    """Whether kernels of a GPU multiply ``x`` by ``weight``."""
-    return _has_torch_kernel(x, weight) or has_triton_kernel(x)
-
-
 def has_triton_kernel(x: Tensor) -> bool:
     """Whether kernels of ``moe_triton`` read ``x``."""
     return triton_support.is_supported(x) and x.dtype != torch.float64
 
 
-def _has_torch_kernel(a: Tensor, b: Tensor) -> bool:
+def has_torch_kernel(a: Tensor, b: Tensor) -> bool:
     """Whether torch has a kernel: elsewhere it multiplies one group after another, with sizes that it reads on the host."""
     if triton_support.on_cpu(a) or a.dtype != torch.bfloat16 or _torch_grouped_mm is None:
         return False

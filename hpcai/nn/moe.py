@@ -22,7 +22,7 @@ from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.errors import ConfigError
 from hpcai.kernels.activations import swiglu
 from hpcai.kernels.chunking import chunk_size
-from hpcai.kernels.grouped_mm import grouped_linear, has_triton_kernel, is_supported
+from hpcai.kernels.grouped_mm import grouped_linear, has_torch_kernel, has_triton_kernel
 from hpcai.nn.matmul import cast_to_autocast
 from hpcai.nn.recompute import cheap
 from hpcai.nn.seam import Seam
@@ -220,7 +220,7 @@ class Experts(nn.Module):
         if self.has_bias and not self.adds_output_bias:
             biases[2] = biases[2] * 0.0  # not left out: ranks communicate gradients as they arrive, in the same order
         total = len(weights[0])
-        if self.float8_matmul or is_supported(x, weights[0]):
+        if self.float8_matmul or has_triton_kernel(x) or has_torch_kernel(x, weights[0]):
             counts = torch.full((total,), len(x) // total, device=x.device) if counts is None else counts
             return self._together(x, counts, weights, biases)
         sizes = [len(x) // total] * total if counts is None else counts.tolist()
