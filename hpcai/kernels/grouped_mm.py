@@ -77,13 +77,13 @@ def grouped_mm(
     """
     scale = None if scale_a is None or scale_b is None else scale_a * scale_b
     by_torch = scale is None and has_torch_kernel(a, b)
-    result: Tensor = _torch_grouped_mm(a, b, offs=ends) if by_torch else implementation(a)(a, b, ends, dtype, scale)
+    result: Tensor = _torch_grouped_mm(a, b, offs=ends) if by_torch else implementation(a, dtype)(a, b, ends, dtype, scale)
     return result
 
 
-def implementation(a: Tensor) -> Any:
-    """Return the function of Triton for ``a``, or that of torch."""
-    if not has_triton_kernel(a):
+def implementation(a: Tensor, dtype: torch.dtype) -> Any:
+    """Return the function of Triton, or that of torch, for results in ``dtype``."""
+    if not has_triton_kernel(a) or dtype == torch.float64:
         return reference
     from hpcai.kernels import moe_triton
 

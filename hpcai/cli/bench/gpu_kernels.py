@@ -339,7 +339,7 @@ KERNELS = [
         lambda rows, weights, index, _: (rows[index] * weights[..., None]).sum(1).to(rows.dtype),
     ),
     Kernel(
-        "grouped_mm", _grouped_mm_inputs, lambda x, matrices, ends: implementation(x)(x, matrices, ends, x.dtype),
+        "grouped_mm", _grouped_mm_inputs, lambda x, matrices, ends: implementation(x, x.dtype)(x, matrices, ends, x.dtype),
         lambda x, matrices, ends: reference(x, matrices, ends, x.dtype),
         {"torch": lambda x, matrices, ends: F.grouped_mm(x, matrices, offs=ends)}, lambda inputs, both: 0, has_backward=False,
     ),
