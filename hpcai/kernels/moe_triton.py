@@ -136,8 +136,8 @@ def _shape(rows: Tensor, index: Tensor) -> dict[str, int]:
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """Compute ``hpcai.kernels.grouped_mm.grouped_mm``. Raises ValueError for sizes and dtypes that differ."""
     if a.shape[1] != b.shape[-2] or (b.ndim == 3 and len(b) != len(ends)) or (scale is None and a.dtype != b.dtype):
-        found = f"a is {list(a.shape)} {a.dtype}, b {list(b.shape)} {b.dtype}, in {len(ends)} groups"
-        raise ValueError(f"{found}; expected equal inner sizes, groups and dtypes")  # a kernel would read past the end
+        operands = f"a is {list(a.shape)} {a.dtype}, b {list(b.shape)} {b.dtype}, in {len(ends)} groups"
+        raise ValueError(f"{operands}; expected equal inner sizes, groups and dtypes")  # a kernel would read past the end
     shape = _product_shape(a, b, len(ends), "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee")
     tiles = triton.cdiv(len(a), shape["ROWS"])
     tiles, groups = (tiles + len(ends), ()) if b.ndim == 3 else (tiles * len(ends), ends.shape)
