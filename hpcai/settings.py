@@ -227,8 +227,8 @@ class StepConfig(Settings):
     """bf16: autocast, with weights and optimizer in fp32; bf16-params: bfloat16 weights and gradients, with fp32 master weights in
     the optimizer; auto: bf16 if it is faster on the device, otherwise fp32"""
     matmul: Literal["precision", "fp8"] = "precision"
-    """fp8: FP8 matrix products in the linear layers that a model selects, with one scale per matrix; on GPUs from Ada and Hopper on
-    twice as fast as bf16"""
+    """fp8: FP8 matrix products in the linear layers and experts that a model selects, with one scale per matrix; on GPUs from Ada
+    and Hopper on twice as fast as bf16 in linear layers"""
     tf32: Literal["auto"] | bool = "auto"
     """TF32 on GPUs: float32 products and convolutions with a mantissa of 10 bits, several times as fast; auto: torch's default,
     TF32 in convolutions only"""

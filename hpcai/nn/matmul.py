@@ -147,12 +147,16 @@ def convert_to_float8(linear: nn.Linear, name: str) -> None:
     elif not isinstance(linear, FusedLinear) or not is_floating:
         kind = f"a weight of {linear.weight.dtype}".replace("torch.", "") if not is_floating else f"a {type(linear).__name__}"
         raise ConfigError(f"step.matmul is fp8, but {name} is {kind}; leave it as precision, or lora.base_dtype as bf16")
-    if odd := [size for size in linear.weight.shape if size % 16]:
-        raise ConfigError(
-            f"step.matmul is fp8, but {name} has a weight of {list(linear.weight.shape)} on this process: expected multiples of "
-            f"16, found {odd[0]}; take other sizes or fewer ranks, or leave step.matmul as precision"
-        )
+    check_float8_size(name, linear.weight.shape)
     linear.matmul = FLOAT8  # type: ignore[assignment]
+
+
+def check_float8_size(name: str, shape: Sequence[int]) -> None:
+    if odd := [size for size in shape if size % 16]:
+        raise ConfigError(
+            f"step.matmul is fp8, but {name} has a weight of {list(shape)} on this process: expected multiples of 16, found "
+            f"{odd[0]}; take other sizes or fewer ranks, or leave step.matmul as precision"
+        )
 
 
 def cast_to_autocast(x: Tensor) -> Tensor:

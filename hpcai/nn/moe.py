@@ -22,7 +22,7 @@ from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.errors import ConfigError
 from hpcai.kernels.activations import swiglu
 from hpcai.kernels.chunking import chunk_size
-from hpcai.kernels.triton_support import on_cpu
+from hpcai.kernels.grouped_mm import grouped_linear, has_torch_kernel, has_triton_kernel
 from hpcai.nn.matmul import cast_to_autocast
 from hpcai.nn.recompute import cheap
 from hpcai.nn.seam import Seam
@@ -31,7 +31,6 @@ _SINKHORN_ROUNDS = 8
 _CPU = 1 << 18  # bytes of a chunk on a CPU
 _GATE_LIMIT, _GATE_SLOPE = 7.0, 1.702  # of gpt-oss
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)  # public since torch 2.12
 
 
 class Router(nn.Module):
@@ -211,16 +210,17 @@ class Experts(nn.Module):
             for each, size in parameters.items():
                 self.register_parameter(each, nn.Parameter(torch.empty(size)))
                 nn.init.uniform_(getattr(self, each), -(inputs**-0.5), inputs**-0.5)
-        self.has_bias = bias
+        self.has_bias, self.float8_matmul = bias, False
         self.adds_output_bias = True  # on one rank of those that sum their outputs
 
     def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
-        x, weights = cast_to_autocast(rows), [cast_to_autocast(getattr(self, name)) for name in _PROJECTIONS]
+        x, weights = cast_to_autocast(rows), [getattr(self, name) for name in _PROJECTIONS]
+        weights = weights if self.float8_matmul else [cast_to_autocast(weight) for weight in weights]
         biases: list[Any] = [cast_to_autocast(getattr(self, f"{name}_bias")) for name in _PROJECTIONS] if self.has_bias else []
         if self.has_bias and not self.adds_output_bias:
             biases[2] = biases[2] * 0.0  # not left out: ranks communicate gradients as they arrive, in the same order
-        total, aligned = len(weights[0]), not (x.shape[-1] % 8 or weights[0].shape[1] % 8)
-        if not on_cpu(x) and aligned and x.dtype == torch.bfloat16 and _grouped_mm is not None:
+        total = len(weights[0])
+        if self.float8_matmul or has_triton_kernel(x) or has_torch_kernel(x, weights[0]):
             counts = torch.full((total,), len(x) // total, device=x.device) if counts is None else counts
             return self._together(x, counts, weights, biases)
         sizes = [len(x) // total] * total if counts is None else counts.tolist()
@@ -230,12 +230,11 @@ class Experts(nn.Module):
         ends = counts.cumsum(0, dtype=torch.int32)
         experts = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
 
-        def linear(x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-            y = _grouped_mm(x, weight.mT, offs=ends)
-            return y + F.embedding(experts, bias[0]) if bias else y
+        def linear(x: Tensor, *projections: int) -> list[Tensor]:
+            ys = grouped_linear(x, ends, [weights[number] for number in projections], self.float8_matmul)
+            return [y + F.embedding(experts, biases[number]) if biases else y for y, number in zip(ys, projections)]
 
-        gate, up, down = zip(weights, biases) if biases else zip(weights)
-        return linear(cheap(self.activation, linear(x, *gate), linear(x, *up)), *down)
+        return linear(cheap(self.activation, *linear(x, 0, 1)), 2)[0]
 
 
 def clipped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -315,6 +314,10 @@ class RowOrder(NamedTuple):
     def mask(self, weights: Tensor) -> Tensor:
         return weights if self.kept is None else weights * self.kept
 
+    def row_index(self) -> Tensor:
+        """Return ``rows``, with -1 for pairs without a row."""
+        return self.rows if self.kept is None else self.rows.masked_fill(~self.kept, -1)
+
 
 class Gather(UntransformedFunction):
     """The rows of an order, from tokens. Each row is read once, so that the gradient of a token is a sum over its rows in a fixed
@@ -328,23 +331,26 @@ class Gather(UntransformedFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        weights = ctx.order.mask(torch.ones_like(ctx.order.rows, dtype=grad.dtype))
-        return _sum_rows(grad, ctx.order, weights), None
+        return _sum_rows(grad, ctx.order, None), None
 
 
-class _Combine(UntransformedFunction):
+class Combine(UntransformedFunction):
     """The weighted sum of the rows of each token.   [R, C], weights [N, k] -> [N, C]"""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
         ctx.order = order
         ctx.save_for_backward(rows, weights)
-        return _sum_rows(rows, order, order.mask(weights))
+        return _sum_rows(rows, order, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (rows, weights), order = ctx.saved_tensors, ctx.order
+        if has_triton_kernel(rows):
+            from hpcai.kernels import moe_triton
+
+            return *moe_triton.combine_backward(grad, rows, order.row_index(), weights, order.kept is None), None
         # Rows without a pair, and those of dropped pairs, have weight 0.
         of_rows = weights.new_zeros(len(rows)).scatter_add_(0, order.rows.view(-1), order.mask(weights).view(-1))
         drows, dots = grad.index_select(0, order.tokens), torch.empty_like(of_rows)
@@ -355,7 +361,13 @@ class _Combine(UntransformedFunction):
         return drows, order.mask(dots[order.rows]), None
 
 
-def _sum_rows(rows: Tensor, order: RowOrder, weights: Tensor) -> Tensor:
+def _sum_rows(rows: Tensor, order: RowOrder, weights: Tensor | None) -> Tensor:
+    """Return the sum of the rows of each token, with ``weights`` or 1."""
+    if has_triton_kernel(rows):
+        from hpcai.kernels import moe_triton
+
+        return moe_triton.combine(rows, order.row_index(), weights)
+    weights = order.mask(torch.ones_like(order.rows, dtype=rows.dtype) if weights is None else weights)
     return F.embedding_bag(order.rows, rows, mode="sum", per_sample_weights=weights.to(rows.dtype))
 
 
@@ -400,4 +412,4 @@ class MoE(nn.Module):
     @disable_dynamo
     def _finish(self, pending: Any, weights: Tensor, order: RowOrder, shape: torch.Size) -> Tensor:
         outputs = self.experts(*pending) if self.exchange is None else self.exchange.finish(pending, self.experts)
-        return self.tensor.finish(_Combine.apply(outputs, weights, order).view(shape))  # type: ignore[operator]
+        return self.tensor.finish(Combine.apply(outputs, weights, order).view(shape))  # type: ignore[operator]

@@ -343,7 +343,8 @@ def traced_job(world: int, kernels: bool = True, rank: int = 0) -> Iterator[Step
 
 @contextmanager
 def _record_triton(tracer: StepTracer) -> Iterator[None]:
-    """Context manager: record Triton kernels, which access each tensor argument once."""
+    """Context manager: record Triton kernels, which access each tensor argument once. Their ``work``, if any, is that of products:
+    FLOPs, and bytes of an element."""
     if triton_support.MISSING is not None:
         yield
         return
@@ -351,7 +352,8 @@ def _record_triton(tracer: StepTracer) -> Iterator[None]:
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        tracer.add_kernel(kernel.fn.__name__, sum(map(_bytes, tensors)))
+        work = kernel.work(*tensors) if hasattr(kernel, "work") else ()
+        tracer.add_kernel(kernel.fn.__name__, sum(map(_bytes, tensors)), *work)
 
     with mock.patch.object(JITFunction, "__getitem__", lambda kernel, grid: partial(launch, kernel)):
         yield

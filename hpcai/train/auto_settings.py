@@ -10,7 +10,7 @@ from hpcai.dist.collectives import get_backend
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.kernels import float8, triton_support
-from hpcai.nn.matmul import convert_to_float8
+from hpcai.nn.matmul import check_float8_size, convert_to_float8
 from hpcai.nn.moe import Experts
 from hpcai.parallel.data_parallel import GradientReducer
 from hpcai.parallel.fsdp import FSDP, ShardedReducer
@@ -38,9 +38,9 @@ def resolve_auto(cfg: StepConfig, mesh: Mesh, custom_graph: bool = False) -> tup
 
 
 def enable_float8(model: nn.Module, cfg: StepConfig, device: torch.device) -> list[str]:
-    """Enable FP8 products, if ``cfg.matmul`` is fp8, in linear layers whose ``float8`` attribute is true, or else that of their
-    nearest ancestor with one. Return a message. Raises ConfigError if there is no such layer, or the GPU has no FP8 tensor cores.
-    """
+    """Enable FP8 products, if ``cfg.matmul`` is fp8, in linear layers and experts whose ``float8`` attribute is true, or else that
+    of their nearest ancestor with one. Return a message. Raises ConfigError if there is no such layer, or the GPU has no FP8 tensor
+    cores or no kernels for experts."""
     if cfg.matmul == "precision":
         return []
     if device.type == "cuda" and not float8.is_supported(device):
@@ -48,15 +48,21 @@ def enable_float8(model: nn.Module, cfg: StepConfig, device: torch.device) -> li
             f"step.matmul is fp8, but {torch.cuda.get_device_name(device)} has no FP8 tensor cores "
             "(compute capability 8.9 or higher); set it to precision"
         )
-    linears = [(name, part) for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, nn.Linear)]
-    if not linears:
+    tagged = [(name, part) for name, part, named in _tagged_modules(model, "float8") if named]
+    linears = [(name, part) for name, part in tagged if isinstance(part, nn.Linear)]
+    experts = [(name, part) for name, part in tagged if isinstance(part, Experts)]
+    if not linears and not experts:
         raise ConfigError(f"step.matmul is fp8, but {type(model).__name__} has no layers for it; set it to precision")
-    if experts := [name for name, part, named in _tagged_modules(model, "float8") if named and isinstance(part, Experts)]:
-        raise ConfigError(f"step.matmul is fp8, but {experts[0]}, a mixture of experts, has no FP8 products; set it to precision")
+    if experts and device.type == "cuda" and triton_support.MISSING:
+        raise ConfigError(f"step.matmul is fp8, but {experts[0][0]} needs kernels: {triton_support.MISSING}")
     for name, linear in linears:
         convert_to_float8(linear, name)
+    for name, layer in experts:
+        check_float8_size(f"{name}.gate_proj", layer.get_parameter("gate_proj").shape[1:])  # the others have the same sizes
+        layer.float8_matmul = True
     remark = "" if device.type == "cuda" else f"; {device.type} emulates its rounding, without a speedup"
-    return [f"step.matmul: {len(linears)} linear layers use FP8{remark}"]
+    layers = f"{len(linears)} linear layers" + (f" and {len(experts)} mixtures of experts" if experts else "")
+    return [f"step.matmul: {layers} use FP8{remark}"]
 
 
 def _tagged_modules(model: nn.Module, tag: str, name: str = "", tagged: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:

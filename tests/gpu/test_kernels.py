@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcai.kernels import attention, batchnorm, fused_optimizer, philox, triton_support
+from hpcai.kernels import attention, batchnorm, float8, fused_optimizer, philox, triton_support
 from hpcai.models.diffusion import noise
 from hpcai.nn import BatchNorm
 from hpcai.nn.deferred_init import materialize
@@ -53,10 +53,18 @@ def test_the_kernels_of_attention_are_its_twin(dtype: torch.dtype, rtol: float, 
 
 
 @cuda_only  # elsewhere Triton's interpreter has run these cases
-@pytest.mark.parametrize("of", ["norms", "gates"])
-def test_the_kernels_of_layer_norms_and_gates_are_their_formulas(of: str) -> None:
+@pytest.mark.parametrize("of", ["norms", "gates", "experts"])
+def test_the_kernels_of_norms_gates_and_experts_are_their_formulas(of: str) -> None:
     from tests.slow import formulas
 
+    if of == "experts":
+        disable_tf32()
+        for dtype in formulas.ULP:
+            for combined in formulas.COMBINED:
+                formulas.check_combine(combined, dtype, GPU)
+        for grouped, kind in product(formulas.GROUPED, (*formulas.ULP, *[None] * float8.is_supported(DEVICE))):
+            formulas.check_grouped_mm(grouped, kind, GPU)
+        return
     if of == "norms":
         for case, (x, y) in product(formulas.LAYOUTS, formulas.DTYPES):
             formulas.check_layer_norm(case, x, y, GPU)

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from hpcai.kernels import activations_triton, float8, float8_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
 from hpcai.kernels.float8_formats import MAX_EXPONENT
+from hpcai.kernels.grouped_mm import reference
+from hpcai.kernels.moe_triton import combine, combine_backward, grouped_mm
+from hpcai.nn.moe import RowOrder
 
-ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # the interpreter truncates to bfloat16
+ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # the interpreter truncates to bfloat16
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = (BF16, BF16), (BF16, FP32), (FP32, BF16), (FP32, FP32)
 
@@ -244,6 +247,46 @@ def check_rotary(
         crossed = torch.cat((-second, first), -1)
         _check_close("rotated", outputs.detach(), inputs.double() * C + sign * crossed * S,
                      (inputs.double() * C).abs() + (crossed * S).abs())  # fmt: skip
+
+
+# Tokens, their rows, channels, and the capacity of each of 5 experts.
+COMBINED = (37, 2, 70, None), (9, 1, 2100, None), (40, 3, 64, 7), (40, 1, 24, 30), (0, 2, 8, None)
+
+
+def check_combine(case: tuple[int, int, int, int | None], dtype: torch.dtype, device: str) -> None:
+    """Check the sums of rows, with weights and without, and their gradients, with rows that are not contiguous."""
+    N, k, C, capacity = case
+    draw = _seeded_randn(device)
+    chosen = draw(N, 5).topk(k)[1]
+    order = RowOrder.by_expert(chosen, chosen.flatten().bincount(minlength=5), capacity)
+    rows, dy, weights = draw(C, len(order.tokens)).T.to(dtype), draw(N, C).to(dtype), draw(N, k)
+    X, W = rows.double().requires_grad_(), weights.double().requires_grad_()
+    y, plain = ((X[order.rows] * order.mask(w)[..., None]).sum(1) for w in (W, torch.ones_like(W)))
+    dX, dW = torch.autograd.grad(y, (X, W), dy.double())
+    drows, dweights = combine_backward(dy, rows, order.row_index(), weights, order.kept is None)
+    _check_close("y", combine(rows, order.row_index(), weights), y, (X.abs()[order.rows] * W.abs()[..., None]).sum(1))
+    _check_close("without weights", combine(rows, order.row_index(), None), plain, X.abs()[order.rows].sum(1))
+    _check_close("drows", drows, dX, dX.abs() + 0.02)  # float16 has no smaller step than 6e-8
+    _check_close("dweights", dweights, dW, (X[order.rows] * dy.double()[:, None]).abs().sum(-1))
+
+
+# Rows of each group, channels of the input and of the output.
+GROUPED = ([5, 0, 130, 1], 24, 40), ([7], 130, 9), ([0, 0, 3], 1, 3), ([0, 0], 16, 16), ([128, 128], 64, 32)
+
+
+def check_grouped_mm(case: tuple[list[int], int, int], dtype: torch.dtype | None, device: str) -> None:
+    """Check the outputs and the gradients of a product, in FP8 if ``dtype`` is None, whose sums Hopper rounds."""
+    counts, K, N = case
+    draw, ends = _seeded_randn(device), torch.tensor(counts, device=device).cumsum(0).int()
+    x, w, dy = (draw(*shape).to(dtype or FP32) for shape in ((sum(counts), K), (len(counts), N, K), (sum(counts), N)))
+    scale = None
+    if dtype is None:
+        scale = torch.full((), 0.25, device=device)
+        x, w, dy = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn), dy.to(torch.float8_e5m2)
+    for number, (a, b) in enumerate(((x, w.mT), (dy, w), (dy.T, x))):
+        actual = grouped_mm(a, b, ends, dtype or BF16, scale)
+        expected, terms = (reference(f(a.double()), f(b.double()), ends, torch.float64, scale) for f in (Tensor.clone, abs))
+        _check_close(f"product {number}", actual, expected, 64 * terms if dtype is None else terms)
 
 
 MATRICES = (37, 24), (128, 64), (1, 1), (150, 80), (16, 5), (129, 65)

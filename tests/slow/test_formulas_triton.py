@@ -66,6 +66,28 @@ formulas.check_scales("cpu")
 print(count, "cases")
 """
 
+MOE = """
+import pytest, sys, torch, triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
+dot = InterpreterBuilder.create_dot
+def dot_of_values(self, a, b, *args):  # the interpreter would multiply the bits of bfloat16
+    return dot(self, *(self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *args)
+InterpreterBuilder.create_dot = dot_of_values
+from hpcai.kernels import moe_triton
+from tests.slow import formulas
+dtypes, count = (torch.float32, torch.bfloat16, torch.float16, None), 0
+for number, case in enumerate(formulas.COMBINED + formulas.GROUPED):
+    check = formulas.check_combine if number < len(formulas.COMBINED) else formulas.check_grouped_mm
+    for dtype in dtypes[:3] if check is formulas.check_combine else dtypes:
+        if sys.argv[1] == "all" or (number + dtypes.index(dtype)) % 2 == 0:
+            count += [check(case, dtype, "cpu")] == [None]
+ends = torch.ones(2, dtype=torch.int32)
+for shapes in ((1, 8), (2, 7, 9)), ((1, 8), (3, 8, 9)), ((4, 1), (2, 5)):
+    with pytest.raises(ValueError, match="expected equal inner sizes"):  # not read past an end
+        moe_triton.grouped_mm(*map(torch.ones, shapes), ends, torch.float32, None)
+print(count, "cases")
+"""
+
 GATES = """
 import itertools, sys, torch
 from hpcai.kernels import gates_triton as fused
@@ -420,6 +442,7 @@ PROGRAMS = {
     "float8": (FLOAT8, ("some", "12 cases"), ("all", "24 cases")),
     "gates": (GATES, ("some", "7 cases"), ("all", "30 cases")),
     "layernorm": (LAYERNORM, ("some", "11 cases"), ("all", "42 cases")),
+    "moe": (MOE, ("some", "18 cases"), ("all", "35 cases")),
     "optimizers": (OPTIMIZERS, ("1 50", "50 examples"), ("2 300", "300 examples")),
     "philox": (PHILOX, ("", "equal")),
 }

@@ -29,7 +29,8 @@ from hpcai.cli.bench import gpu_clocks as clocks
 from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
 from hpcai.kernels import attention, float8, fused_optimizer, gates, layernorm, outer_product, philox, triangle_multiplication
-from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm
+from hpcai.kernels.grouped_mm import implementation, reference
+from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm, moe
 from hpcai.nn.cuda_graph import CudaGraph
 
 Function = Callable[..., Tensor]
@@ -185,6 +186,21 @@ def _norm_module(kind: Callable[[int], nn.Module], x: Tensor, weight: Tensor, bi
     return out
 
 
+# ---- experts
+
+
+def _combine_inputs(draw: RandomInputs, tokens: int, k: int, channels: int) -> list[Any]:
+    """Shape: rows [N k, C], weights [N, k], the row of each pair [N, k] and the token of each row [N k]"""
+    index = torch.randperm(tokens * k, generator=draw.generator, device=draw.device)
+    return [draw(tokens * k, channels), draw(tokens, k, wide=True), index.view(tokens, k), index.argsort() // k]
+
+
+def _grouped_mm_inputs(draw: RandomInputs, rows: int, groups: int, inputs: int, outputs: int) -> list[Any]:
+    """Shape: x [R, K], matrices [G, K, N] and the ends of equal groups [G]"""
+    ends = torch.arange(1, groups + 1, dtype=torch.int32, device=draw.device) * (rows // groups)
+    return [draw(rows, inputs), draw(groups, outputs, inputs, scale=inputs**-0.5).mT, ends]
+
+
 # ---- FP8
 
 
@@ -316,6 +332,16 @@ KERNELS = [
         partial(_quantize_both, float8.quantize), partial(_quantize_both, float8.reference),
         moved_bytes=lambda inputs, both: 2 * inputs[0].nbytes + 2 * inputs[0].numel(),  # read for the scale, and again for the cast
         has_backward=False,
+    ),
+    Kernel(
+        "combine", _combine_inputs,
+        lambda rows, weights, index, tokens: moe.Combine.apply(rows, weights, moe.RowOrder(tokens, index, None)),
+        lambda rows, weights, index, _: (rows[index] * weights[..., None]).sum(1).to(rows.dtype),
+    ),
+    Kernel(
+        "grouped_mm", _grouped_mm_inputs, lambda x, matrices, ends: implementation(x, x.dtype)(x, matrices, ends, x.dtype),
+        lambda x, matrices, ends: reference(x, matrices, ends, x.dtype),
+        {"torch": lambda x, matrices, ends: F.grouped_mm(x, matrices, offs=ends)}, lambda inputs, both: 0, has_backward=False,
     ),
     _optimizer("adam", _adam, 2, torch=_torch_adam),
     _optimizer("lamb", _lamb, 2, passes=2),

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import ConfigError
+from hpcai.kernels import triton_support
 from hpcai.kernels.activations import reference_swiglu
-from hpcai.nn import moe
-from hpcai.nn.moe import Experts, Router, clipped_swiglu, sinkhorn, update_biases
+from hpcai.kernels.grouped_mm import grouped_linear
+from hpcai.nn.matmul import convert_to_float8
+from hpcai.nn.moe import Experts, MoE, Router, clipped_swiglu, sinkhorn, update_biases
+from hpcai.plan.step_trace import traced_job
 from hpcai.settings import StepConfig
 from hpcai.train.auto_settings import enable_float8
 from tests.ranks.test_expert import C, E, build_layer
@@ -78,7 +81,7 @@ def test_products_of_a_gpu_equal_the_loop_and_read_nothing(capacity: float | Non
         return [y, *torch.autograd.grad(y, list(layer.parameters()), torch.ones_like(y))]
 
     by_loop = outputs_and_gradients()
-    with patch.object(moe, "on_cpu", lambda _: False), OpRecorder():  # which refuses reads of the device
+    with patch.object(triton_support, "on_cpu", lambda _: False), OpRecorder():  # which refuses reads of the device
         by_group = outputs_and_gradients()
     for actual, expected in zip(by_group, by_loop):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0.03 * expected.abs().max().item())
@@ -135,8 +138,64 @@ def test_a_router_refuses_settings_that_contradict_each_other(settings: dict[str
         Router(C, E, 2, **settings)
 
 
-def test_fp8_is_refused_by_name() -> None:
-    model = build_layer("mixtral")
-    model.float8 = True  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="but experts, a mixture of experts, has no FP8 products"):
-        enable_float8(model, StepConfig(matmul="fp8"), torch.device("cpu"))
+@pytest.mark.skipif(triton_support.MISSING is not None, reason=f"kernels cannot be compiled: {triton_support.MISSING}")
+@pytest.mark.parametrize(("capacity", "dtype"), [(None, torch.float32), (1.25, torch.float16)])  # torch multiplies bfloat16
+def test_a_step_of_a_gpu_reads_no_value_and_a_plan_counts_its_products(capacity: float | None, dtype: torch.dtype) -> None:
+    with traced_job(1) as tracer, tracer.fake_tensors(), tracer.record() as record:
+        layer = build_layer("gpt-oss")
+        layer.capacity_factor = capacity
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            y = layer(torch.randn(2, N, C, requires_grad=True))
+        y.sum().backward()
+    rows = 2 * N * 2 if capacity is None else E * math.ceil(2 * N * 2 / E * capacity)
+    assert [event.flops for event in record.events if event.name == "_grouped_mm"] == [2 * rows * C * 16] * 9
+    assert [event.name for event in record.events].count("_combine") == 2, "of outputs, and of gradients of tokens"
+
+
+def test_products_of_groups_have_gradients() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(size, generator=draw).double().requires_grad_() for size in ((7, 3), (4, 5, 3), (4, 2, 3)))
+    ends = torch.tensor([3, 3, 4, 7], dtype=torch.int32)
+    assert torch.autograd.gradcheck(lambda x, *weights: grouped_linear(x, ends, weights), (x, *weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_expert_in_fp8_equals_a_linear_layer_in_fp8(dtype: torch.dtype) -> None:
+    linear, x = nn.Linear(32, 48, bias=False), torch.randn(20, 32).to(dtype).requires_grad_()
+    convert_to_float8(linear, "linear")
+    results = [linear(x), grouped_linear(x, torch.tensor([20], dtype=torch.int32), [linear.weight[None]], float8=True)[0]]
+    gradients = [torch.autograd.grad(y, (x, linear.weight), x.detach()[:, :1].expand_as(y)) for y in results]
+    for actual, expected in zip(*[(y, *grads) for y, grads in zip(results, gradients)]):
+        torch.testing.assert_close(actual, expected, rtol=1e-5 if actual.dtype == torch.float32 else 2.0**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_in_fp8_is_close_to_one_without(dtype: torch.dtype) -> None:
+    """FP8 is enabled by ``step.matmul``; empty experts have gradients of zero."""
+    layer = MoE(Router(64, 4, 2, bias=True), Experts(64, 32, 4, bias=True))
+    x = torch.randn(1, 40, 64, dtype=dtype, requires_grad=True)
+    layer.gate.bias.data[0] = -99.0
+    layer.float8 = True  # type: ignore[assignment]
+    results = []
+    for matmul in ("precision", "fp8"):
+        messages = enable_float8(layer, StepConfig(matmul=matmul), torch.device("cpu"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            y = layer(x)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *layer.experts.parameters()], x.detach().cos().to(y.dtype))])
+    assert messages[0].startswith("step.matmul: 0 linear layers and 1 mixtures of experts use FP8; cpu emulates its rounding")
+    assert not torch.equal(results[0][0], results[1][0])
+    for base, fp8 in zip(*results):
+        assert fp8.dtype == base.dtype and (fp8 - base).norm() < 0.12 * base.norm()
+    assert not results[1][2][0].any()
+
+
+def test_fp8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, cfg, gpu = build_layer("mixtral"), StepConfig(matmul="fp8"), torch.device("cuda")
+    layer.float8 = True  # type: ignore[assignment]
+    layer.shared_expert = layer.shared_expert_gate = None
+    with pytest.raises(ConfigError, match=r"experts.gate_proj has a weight of \[16, 8\] on this process: expected multiples of 16"):
+        enable_float8(layer, cfg, torch.device("cpu"))
+    monkeypatch.setattr("hpcai.kernels.float8.is_supported", lambda device: True)
+    monkeypatch.setattr(triton_support, "MISSING", "there is no gcc")
+    with pytest.raises(ConfigError, match="but experts needs kernels: there is no gcc"):
+        enable_float8(layer, cfg, gpu)
