@@ -47,7 +47,8 @@ def generate_without_cache(model: LLM, prompt: list[int], cfg: SamplingConfig, s
     return tokens
 
 
-@pytest.mark.parametrize(("kind", "cfg"), [("llama", SAMPLED), ("gpt", GREEDY)], ids=["llama-sampled", "gpt-greedy"])
+@pytest.mark.parametrize("cfg", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", MODELS)
 def test_cache_and_capture_change_no_token(kind: str, cfg: SamplingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind)
     unstopped = [generate_without_cache(model, prompt, cfg, 5 + row, -1) for row, prompt in enumerate(PROMPTS)]

@@ -50,7 +50,7 @@ def public() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("form", get_args(Form))
-@pytest.mark.parametrize("cfg", [OpenFoldConfig.preset("tiny", template=None), ODD])
+@pytest.mark.parametrize("cfg", [TINY, OpenFoldConfig.preset("tiny", template=None), ODD])
 def test_round_trip_of_every_form_is_bitwise_with_all_settings(cfg: OpenFoldConfig, form: Form, tmp_path: Path) -> None:
     model = network(cfg)
     model.save(tmp_path / "weights", form=form)
