@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     The backward pass lets autograd count devices now: it starts no threads for GPUs, with which no fork could run a backward pass.
     A fake tensor of a CUDA build would later count as a GPU.
     """
+    gc.disable()  # nothing that is collected becomes garbage: a quarter of the time of the imports
     if not hasattr(config, "workerinput"):  # killed launchers and processes leave files behind
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="hpcai-")
         config.option.basetemp = config.option.basetemp or f"{tempfile.tempdir}/tests"  # short: paths of sockets are limited
@@ -69,6 +70,7 @@ def pytest_collection_finish() -> None:
     """Exclude imported modules from garbage collection: each run collects at its start."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     ManualGC.blocks += 1
 
 
@@ -89,9 +91,12 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_of_this_file() -> Iterator[None]:
-    """End the processes of a test file, and return freed memory to the system: each fork would copy its page tables."""
+    """End the processes of a test file, and return freed memory to the system: each fork would copy its page tables. Exclude what
+    it has imported and cached from garbage collection too: a collection of SymPy and torch's compiler takes a tenth of a second."""
     yield
     launch.end()
+    gc.collect()
+    gc.freeze()
     with contextlib.suppress(AttributeError):  # GNU C library only
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -143,8 +143,10 @@ def record_memory(cfg: Config, world: int) -> tuple[float, float, float]:
     return nbytes, between, record.peak
 
 
-# Each form of parallelism, and some pairs.
-@pytest.mark.parametrize("name", CASES)
+PAIRS = "Muon, sharded", "tensor and context", "pipeline and tensor", "adapters, tensor"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.claim] * (name in PAIRS)) for name in CASES])
 def test_the_estimate_equals_the_memory_of_a_recorded_step(name: str) -> None:
     world, *overrides = CASES[name]
     cfg = load_config(*overrides)

@@ -359,16 +359,13 @@ def test_stable_diffusion_of_mlperf_is_copied(pipeline: Path, tmp_path: Path, ca
     assert "expected about 1; is the scale" in capsys.readouterr().out           # the deviation of these is 0.18
 
 
-def bfloat16_bits(values: np.ndarray) -> bytes:
-    return npy((values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16))
-
-
 def flux_row(number: int, level: int | None) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return a row in the published format, and its values: small integers, equal in bfloat16 and float16."""
     rng = np.random.default_rng(number)
     values = {name: rng.integers(-20, 20, shape).astype(np.float32) for name, shape in
               (("mean", (16, 4, 4)), ("logvar", (16, 4, 4)), ("t5_encodings", (5, 6)), ("clip_encodings", (3,)))}  # fmt: skip
-    row = {"__key__": f"key{number}", **{name: bfloat16_bits(array) for name, array in values.items()}, "timestep": level}
+    bits = {name: npy((array.view(np.uint32) >> 16).astype(np.uint16)) for name, array in values.items()}
+    row = {"__key__": f"key{number}", **bits, "timestep": level}
     return row, {"moments": np.concatenate((values["mean"], values["logvar"])), "tokens": values["t5_encodings"],
                  "pooled": values["clip_encodings"]}  # fmt: skip
 

@@ -1,14 +1,13 @@
 """DeepCAM on a GPU: losses of the CPU, captured steps equal to eager ones, and the time of batch norm."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hpcai import dist, train
 from hpcai.models import deepcam
-from hpcai.nn import BatchNorm
 from hpcai.settings import StepConfig
 from tests.gpu.device import DEVICE, GPU, GRAPH, cuda_only, disable_tf32
 
@@ -50,30 +49,8 @@ def test_captured_is_eager(precision: str) -> None:
 @cuda_only
 @pytest.mark.timing
 def test_batch_norm_with_its_rectifier_is_faster_than_torchs_two_operations() -> None:
-    x = torch.randn(4, 728, 48, 72, device=GPU, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-    model, peer = BatchNorm(728, relu=True).to(DEVICE), nn.BatchNorm2d(728).to(DEVICE)
-    dy = torch.randn_like(x)
+    from hpcai.cli.bench import gpu_clocks, gpu_kernels
 
-    def milliseconds(function: Any) -> float:
-        """Return the GPU time of one call, replayed as a CUDA graph."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                function()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph, (begin, end) = torch.cuda.CUDAGraph(), (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.graph(graph):
-            function()
-        graph.replay()
-        begin.record()
-        for _ in range(50):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 50
-
-    leaf = x.clone().requires_grad_()
-    fused = milliseconds(lambda: model(leaf).backward(dy))
-    unfused = milliseconds(lambda: torch.relu(peer(leaf)).backward(dy))
-    assert fused < unfused
+    options = SimpleNamespace(tiny=False, repeats=7, variants=["ours", "plain"], rates=gpu_clocks.peak_rates(DEVICE))
+    rows = [row for row in gpu_kernels.measure("batchnorm-middle", options) if row["dtype"] == "bfloat16"]
+    assert [row["form"] for row in rows] == options.variants and rows[1]["over_ours"] > 1, rows

@@ -80,6 +80,7 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Any]:
 
 
 OPTIMIZERS = ("adamw", "sgd", "lamb", "lars", "muon")
+NORMED = ("adamw", "lamb", "muon")  # by element, norm and matrix
 CASES: list[Case] = [{"optimizer": optimizer, "shard": shard} for optimizer in OPTIMIZERS for shard in SHARDS]
 EXTRA_CASES: list[Case] = [
     {**settings, "shard": shard} for shard in SHARDS
@@ -88,8 +89,8 @@ EXTRA_CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(("axes", "cases"), [
-    ({"replicate": 1}, CASES[:2]), ({"replicate": 2}, CASES), ({"replicate": 4}, CASES + EXTRA_CASES),
-    ({"replicate": 2, "depth": 2}, CASES + EXTRA_CASES[-2:]),
+    ({"replicate": 1}, CASES[:2]), ({"replicate": 2}, CASES[:4]), ({"replicate": 4}, CASES + EXTRA_CASES),
+    ({"replicate": 2, "depth": 2}, [case for case in CASES if case["optimizer"] in NORMED] + EXTRA_CASES[-2:]),
 ], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_sharded_equals_unsharded(axes: dict[str, int], cases: list[Case]) -> None:
     check_sharded_equals_full(axes, cases, new_step, batches)

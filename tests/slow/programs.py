@@ -3,17 +3,15 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # The GPU generations that kernels are compiled for (A100, H100 and H200, B200; `make test` takes the second), and which variants of
-# each kernel are compiled: the first and the last, or all.
+# each kernel are compiled: the last, or all.
 _ALL = ("90", "sm_90a", "all"), ("80", "sm_80", "all"), ("100", "sm_100a", "all")
-TARGETS = [("90", "sm_90a", "ends"), *(pytest.param(*x, marks=pytest.mark.claim) for x in _ALL)]
+TARGETS = [("90", "sm_90a", "last"), *(pytest.param(*x, marks=pytest.mark.claim) for x in _ALL)]
 
 
 # The interpreter of Triton 3.6 takes arrays of one element as bounds of loops, which NumPy 2.4 does not convert to int.
@@ -25,13 +23,6 @@ if patched := getattr(inside, "_patch_lang_tensor", None):
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
     inside._patch_lang_tensor = patch
 """
-
-
-def select_variants(variants: Iterable[Any], which: str) -> list[Any]:
-    """Return all ``variants`` of a module's kernels, or the "ends": the first and the last of each kernel."""
-    all_variants = list(variants)
-    ends = {id(x[1]): x for x in all_variants[::-1]}, {id(x[1]): x for x in all_variants}
-    return all_variants if which == "all" else [x for by_kernel in ends for x in by_kernel.values()]
 
 
 def run_program(program: str, *args: str, **environment: str) -> str:

@@ -11,28 +11,27 @@ from tests.slow.programs import TARGETS, run_program
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT compiled")
 pytestmark = pytest.mark.slow
 
-# By module: the number of first and last variants, and of all; the most registers of a thread, by kernel or "" for all; the most
+# By module: the number of kernels, and of variants; the most registers of a thread, by kernel or "" for all; the most
 # scalar memory accesses (Triton 3.6 reads masks of rows so). More registers per thread lower the occupancy.
 WIDE = {"_forward": 64, "_backward": 128}
 MODULES: dict[str, tuple[int, int, dict[str, int], int]] = {
-    "activations": (4, 4, {"_forward": 64, "_backward": 80}, 0), "attention": (10, 36, {"": 255}, 16),
-    "batchnorm": (10, 33, {"": 128}, 3), "float8": (4, 22, {"": 64}, 6), "gates": (4, 12, {"_forward": 64, "_backward": 80}, 16),
-    "layernorm": (4, 32, WIDE, 12), "moe": (6, 26, {"": 192}, 17), "philox": (4, 10, {"": 128}, 99), "rmsnorm": (4, 24, WIDE, 4),
-    "rotary": (2, 12, {"": 96}, 0), "fused_optimizer": (4, 8, {"": 64}, 10),
+    "activations": (2, 4, {"_forward": 64, "_backward": 80}, 0), "attention": (5, 36, {"": 255}, 16),
+    "batchnorm": (5, 33, {"": 128}, 3), "float8": (2, 22, {"": 64}, 6), "gates": (2, 12, {"_forward": 64, "_backward": 80}, 16),
+    "layernorm": (2, 32, WIDE, 12), "moe": (3, 26, {"": 192}, 17), "philox": (2, 10, {"": 128}, 99), "rmsnorm": (2, 24, WIDE, 4),
+    "rotary": (1, 12, {"": 96}, 0), "fused_optimizer": (2, 8, {"": 64}, 10),
 }  # fmt: skip
 PROGRAM = """
 import importlib, re, subprocess, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tests.slow.programs import select_variants
 arch, cubin, which, *modules = sys.argv[1:]
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 for module in modules:
     code = importlib.import_module(f"hpcai.kernels.{module}_triton")
-    variants = [x for x in code.variants() if module != "attention" or " bf16 " in x[0]] if which == "ends" else code.variants()
-    for name, kernel, signature, constexprs, *options in select_variants(variants, which):
-        if arch == "80" and "fp8" in name:  # an A100 has no FP8
-            continue
+    variants = [x for x in code.variants() if which == "all" or module != "attention" or " bf16 " in x[0]]
+    variants = [x for x in variants if arch != "80" or "fp8" not in x[0]]             # an A100 has no FP8
+    last = {id(x[1]): x for x in variants}  # of each kernel
+    for name, kernel, signature, constexprs, *options in variants if which == "all" else last.values():
         options = options[0] if options else {"num_warps": getattr(code, "WARPS", None) or max(4, constexprs["BLOCK"] // 256)}
         even = [i for i, x in enumerate(kernel.arg_names) if x not in constexprs and (signature[x][0] == "*" or x in ("n", "N"))]
         attrs = {(i,): [["tt.divisibility", 16]] for i in even}

@@ -44,7 +44,7 @@ print("all formulas")
 # The interpreter truncates in casts to 8 bits, which have to round, and takes the smallest values of bfloat16 for 0. torch's casts
 # replace its casts here.
 FLOAT8 = """
-import sys, numpy as np, torch, triton.language as tl
+import itertools, sys, numpy as np, torch, triton.language as tl
 from triton.runtime import interpreter
 convert, formats = interpreter._convert_float, {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 def cast(x, source, target, rounding):
@@ -57,11 +57,10 @@ from tests.slow import formulas
 count = 0
 for number, shape in enumerate(formulas.MATRICES):
     float8_triton.TILE, float8_triton.PROGRAMS = ((512, 2), (8192, 512), (512, 3))[number % 3]
-    for i, dtype in enumerate(formulas.MAX_EXPONENT):
-        dtypes = torch.float32, torch.bfloat16
-        for x_dtype in dtypes if sys.argv[1] == "all" else (dtypes[(number + i) % 2],):
-            formulas.check_quantize(shape, dtype, x_dtype, "cpu")
-            count += 1
+    cases = list(itertools.product(formulas.MAX_EXPONENT, (torch.float32, torch.bfloat16)))
+    for dtype, x_dtype in cases if sys.argv[1] == "all" else [cases[number // 3 * 2 + number % 2]]:
+        formulas.check_quantize(shape, dtype, x_dtype, "cpu")
+        count += 1
 formulas.check_scales("cpu")
 print(count, "cases")
 """
@@ -198,14 +197,15 @@ def check_close(results, references, tolerance):
         assert actual.shape == expected.shape and over <= tolerance, (name, float(over))  # NaN fails too
 
 examples = []
-entries_and_tile = (1000, 512) if int(sys.argv[1]) > 2 else (500, 256)
+full = int(sys.argv[1]) > 2
+entries_and_tile = (1000, 512) if full else (300, 128)
 @settings(max_examples=int(sys.argv[1]), derandomize=True, deadline=None, database=None, phases=[Phase.explicit, Phase.generate])
 @given(st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(16, 50), st.integers(1, 2), st.sampled_from([4, 8, 16, 32, 64])),
        st.sampled_from(["contiguous", "transposed", "sliced", "heads last"]), st.sampled_from([None, "rows", "columns"]),
        st.sampled_from([0.0, -300.0, 300.0]), st.sampled_from(["all", "some", "none in a row"]), st.sampled_from([64, 128]),
        st.sampled_from([1, 24, 528]), st.booleans())
 @example((1, 1, entries_and_tile[0], 1, 8), "contiguous", "rows", 0.0, "some", entries_and_tile[1], 528, False)
-@example((1, 5, 37, 3, 8), "transposed", "columns", 0.0, "none in a row", 64, 24, True)
+@example((1, 5 if full else 2, 37, 3, 8), "transposed", "columns", 0.0, "none in a row", 64, 24, True)
 def check_float32(shape, layout, bias_layout, far, present, tile, programs, spread):
     torch.manual_seed(len(examples))
     examples.append(0)
@@ -253,7 +253,7 @@ def check_refused():
     for args in ((torch.ones(1, 2, 19), torch.ones(1, 2, 20, 20)), (torch.ones(1, 2, 20), torch.ones(1, 2, 20, 19))):
         with pytest.raises(RuntimeError, match="expand"):  # not read past an end
             attention.gated_attention(torch.ones(1, 2, 20, 4, 2, 8), torch.ones(16), *args)
-check_float32(), check_bfloat16(), check_compiled(), check_refused()
+check_float32(), check_bfloat16(), check_refused(), check_compiled() if full else None
 print(len(examples), "examples")
 """
 
@@ -272,7 +272,8 @@ def check_close(name, actual, expected, terms):
 def check_example(r, k):
     fused.PROGRAMS, fused.PARTS, fused.SECTOR = r.choice([1, 3, 12, 24]), r.choice([2, 256]), r.choice([8, 64, 64])
     channels, dtype = [1, 6, 8, 38, 48, 91, 160, 728][k % 8], [torch.float32, torch.bfloat16, torch.float16][k % 3]
-    batch, *spatial = r.choice([(1, 1, 1), (7, 1, 1), (3, 5, 7), (2, 22, 25), (1, 1, 1, 1), (3, 3, 4, 5), (2, 7, 8, 9)])
+    shapes = (1, 1, 1), (7, 1, 1), (3, 5, 7), (1, 1, 1, 1), (3, 3, 4, 5), (2, 22, 25), (2, 7, 8, 9)
+    batch, *spatial = r.choice(shapes[: 5 if channels > 160 and times == 1 else 7])  # a wide and large one takes seconds
     samples, group = r.choice([1, batch]), r.choice([n for n in (1, 1, 2, 7, 16, channels) if channels % n == 0])
     shape, dims, scale = (batch, channels, *spatial), [*[0] * (samples == 1), *range(2, 2 + len(spatial))], 10 ** r.uniform(-1, 1)
     away = scale * r.choice([0.0, 1.0, 1000.0 if dtype == torch.float32 else 3.0])
@@ -439,7 +440,7 @@ PROGRAMS = {
     "attention": (ATTENTION, ("2", "4 examples"), ("150", "152 examples")),
     "batchnorm": (BATCHNORM, ("1", "8 examples 6"), ("9", "72 examples 36")),
     "decoder": (DECODER, ("some", "all formulas"), ("all", "all formulas")),
-    "float8": (FLOAT8, ("some", "12 cases"), ("all", "24 cases")),
+    "float8": (FLOAT8, ("some", "6 cases"), ("all", "24 cases")),
     "gates": (GATES, ("some", "7 cases"), ("all", "30 cases")),
     "layernorm": (LAYERNORM, ("some", "11 cases"), ("all", "42 cases")),
     "moe": (MOE, ("some", "18 cases"), ("all", "35 cases")),

@@ -86,7 +86,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
 
 
 def test_jobs_that_pass_fail_and_hang_are_reported(runner: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "LONG_LIMITS", {"test_a.py": 8.0})
+    monkeypatch.setattr(run, "LONG_LIMITS", {"test_a.py": 5.0})
     for name, text in (("test_a.py", HANGS), ("test_b.py", FAILS), ("test_c.py", PASSES)):
         runner.file(name, text)
     started = time.monotonic()
@@ -94,7 +94,7 @@ def test_jobs_that_pass_fail_and_hang_are_reported(runner: Harness, monkeypatch:
     assert time.monotonic() - started < 50 and not is_running("sleep", "61.25")
     assert runner.states == {"tests/test_a.py": "failed", "tests/test_b.py": "failed", "tests/test_c.py": "passed"}
     hung, failed, _ = runner.results["jobs"].values()
-    assert hung["why"] == "did not end within 8 s, and was killed"
+    assert hung["why"] == "did not end within 5 s, and was killed"
     assert "test_a.py" in (runner.out / hung["log"]).read_text(), "the stacks of a job that hangs are in its log"
     assert failed["tests"] == {"passed": 1, "failed": 1, "skipped": 1} and failed["skips"] == {"of no use": 1}
     assert failed["failures"][0]["name"] == "test_bad" and "assert 1 == 2" in failed["failures"][0]["text"]
@@ -278,18 +278,16 @@ def test_checkout_and_wheels_are_smaller_than_50_mb() -> None:
     assert sum((run.ROOT / name).stat().st_size for name in tracked_files()) + run._MAX_WHEELS < 50e6
 
 
-ALL_RUNGS = [pytest.param([name], marks=pytest.mark.claim) for name in run.RUNGS]
-
-
-@pytest.mark.parametrize("rung", [["R2", "--only", "test_float8"], *ALL_RUNGS], ids=str)
-def test_a_rung_runs_without_a_gpu(rung: list[str], tmp_path: Path) -> None:
+@pytest.mark.claim
+@pytest.mark.parametrize("rung", run.RUNGS)
+def test_a_rung_runs_without_a_gpu(rung: str, tmp_path: Path) -> None:
     """Sizes are tiny. `make test-oldest` runs all rungs, with the torch version of GPU machines."""
-    command = [sys.executable, run.__file__, "--rung", *rung, "--out", str(tmp_path), "--budget", "1000"]
+    command = [sys.executable, run.__file__, "--rung", rung, "--out", str(tmp_path), "--budget", "1000"]
     environ = {**os.environ, "HPCAI_TEST_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, env=environ)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     states = {name: entry["state"] for name, entry in json.loads((tmp_path / "results.json").read_text())["jobs"].items()}
-    assert set(states.values()) == ({"skipped"} if rung == ["R8"] and shutil.which("ncu") is None else {"passed"}), states
+    assert set(states.values()) == ({"skipped"} if rung == "R8" and shutil.which("ncu") is None else {"passed"}), states
 
 
 def test_this_machine_without_a_gpu_runs_to_the_end(tmp_path: Path) -> None:

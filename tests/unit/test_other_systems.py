@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.apps.universes import write_universes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +66,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.claim
 def test_a_stand_in_for_a_mac_simulates_trains_draws_and_predicts(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(MAC)
     (tmp_path / "work.py").write_text(WORK.replace("SMALL", small := str(ROOT / "apps/cosmoflow/configs/small.yaml")))

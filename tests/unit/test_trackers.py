@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,15 @@ def values(items: Any) -> dict[str, Any]:
     return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
+# The exit code and status of a job, by its fault: kill -9, an error, Slurm's signal (to a later or to the first job), none.
+STOPPED = 85, "SCHEDULED"
+ENDS = {(11, 9): (-9, "RUNNING"), (3, 0): (1, "FAILED"), (7, 10): STOPPED, (15, 10): STOPPED, (0, 0): (0, "FINISHED")}
+ALL = (11, 9), (3, 0), (7, 10), (0, 0)
+
+
+@pytest.mark.parametrize("faults", [((15, 10), (0, 0)), pytest.param(ALL, marks=pytest.mark.claim)], ids=len)
 def test_jobs_that_end_in_any_way_continue_one_run_of_each_tracker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    faults: Sequence[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
         monkeypatch.delenv(name)
@@ -79,15 +87,15 @@ def test_jobs_that_end_in_any_way_continue_one_run_of_each_tracker(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
     client, ends, pids = mlflow.MlflowClient(str(tmp_path / "run/mlflow")), [], []
-    for fault in ((11, 9), (3, 0), (7, 10), (0, 0)):                           # kill -9, an error, Slurm's signal, none
+    for fault in faults:
         job = multiprocessing.get_context("fork").Process(target=run_job, args=(tmp_path / "run", *fault))
         job.start()
         job.join()
         (run,) = client.search_runs([client.get_experiment_by_name("app").experiment_id])
         ends.append((job.exitcode, run.info.status))
         pids.append(job.pid)
-    assert ends == [(-9, "RUNNING"), (1, "FAILED"), (85, "SCHEDULED"), (0, "FINISHED")]
-    assert capfd.readouterr().err.count(f"later: wandb sync {tmp_path}/run/wandb\n") == 4
+    assert ends == [ENDS[fault] for fault in faults]
+    assert capfd.readouterr().err.count(f"later: wandb sync {tmp_path}/run/wandb\n") == len(faults)
     assert not list(home.rglob("*"))
 
     steps = {"train/loss": [2, 4, 5, 6, 8, 10, 12, 14, 15, 16, 18, 20], "evaluate/error": [5, 10, 15, 20]}
@@ -97,12 +105,12 @@ def test_jobs_that_end_in_any_way_continue_one_run_of_each_tracker(
 
     jobs = [read_wandb(file) for file in sorted(tmp_path.glob("run/wandb/offline-run-*/*.wandb"))]
     assert len({(job["run"][0].run_id, job["run"][0].project, job["run"][0].display_name) for job in jobs}) == 1
-    assert [[each.exit_code for each in job["exit"]] for job in jobs] == [[], [1], [85], [0]]
-    assert [len(job["preempting"]) for job in jobs] == [0, 0, 1, 0]
+    assert [[each.exit_code for each in job["exit"]] for job in jobs] == [[code] * (code >= 0) for code, _ in ends]
+    assert [len(job["preempting"]) for job in jobs] == [code == 85 for code, _ in ends]
     assert values(jobs[0]["run"][0].config.update)["step"]["optimizer"] == "sgd"
     rows = [values(row.item) for job in jobs for row in job["history"]]
     assert {name: [row["step"] for row in rows if name in row] for name in steps} == steps
-    assert "finished" in [values(each.update).get("stop/reason") for each in jobs[3]["summary"]]
+    assert "finished" in [values(each.update).get("stop/reason") for each in jobs[-1]["summary"]]
     deadline = time.monotonic() + 20
     while any(f"--pid {pid}\n" in subprocess.check_output(["ps", "-eo", "args"], text=True) for pid in pids):
         assert time.monotonic() < deadline, "W&B's process is left"

@@ -300,7 +300,7 @@ def test_skipping_ends_after_too_many_bad_samples() -> None:
 
 def test_a_source_that_hangs_is_named() -> None:
     with (
-        new_loader(8, 2, source=Numbers(8, slow={1: 3.0}), shuffle=False, patience=0.3) as loader,
+        new_loader(8, 2, source=Numbers(8, slow={1: 1.2}), shuffle=False, patience=0.3) as loader,
         pytest.raises(DataError, match="no sample has become ready for 0 s; workers are at index 1 for"),
     ):
         next(loader.epoch(0))

@@ -43,16 +43,12 @@ def with_weights(layer: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> t
 SHAPES = load_json("convolutions")["shapes"]  # channels in and out, volume, kernel, stride, padding, dilation
 
 
-def triple(value: int | list[int]) -> tuple[int, ...]:
-    return (value,) * 3 if isinstance(value, int) else tuple(value)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", SHAPES, ids=str)
 def test_conv3d_equals_torch(case: list[Any], layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     inputs, outputs, volume, *args = case
-    kernel, stride, padding, dilation = map(triple, args)
+    kernel, stride, padding, dilation = ((x,) * 3 if isinstance(x, int) else tuple(x) for x in args)
     for batch, groups, bias, dtype in itertools.product((1, 2), (1, 2), (False, True), (torch.float64, torch.float32)):
         if inputs % groups or outputs % groups:
             continue

@@ -136,7 +136,7 @@ def test_only_missing_progress_is_a_hang(tmp_path: Path, monkeypatch: pytest.Mon
     for work in (first_step, progress, pause, save):
         assert watch(tmp_path, monkeypatch, work) == [], work
     assert watch(tmp_path, monkeypatch, hang)
-    assert watch(tmp_path, monkeypatch, lambda: time.sleep(4)), "the first step may take four times as long, but not longer"
+    assert watch(tmp_path, monkeypatch, lambda: time.sleep(2)), "the first step may take four times as long, but not longer"
 
 
 def test_steps_and_batches_of_an_evaluation_count() -> None:

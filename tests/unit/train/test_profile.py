@@ -17,10 +17,6 @@ from hpcai.train.profile import Profile, span
 ALONE = dist.single_process(torch.device("cpu"))
 
 
-def read_event_names(path: Path) -> list[str]:
-    return [event.get("name", "") for event in json.loads(gzip.open(path).read())["traceEvents"] if event.get("ph") == "X"]
-
-
 def train(profiler: Profile, first: int, last: int) -> None:
     with profiler:
         for step in range(first, last + 1):
@@ -37,7 +33,8 @@ def test_the_trace_holds_the_spans_of_the_chosen_steps_only(
     tmp_path: Path, steps: tuple[int, ...], done: int, last: int, profiled: list[int]
 ) -> None:
     train(Profile(tmp_path, steps, ALONE, done), done + 1, last)
-    names = read_event_names(tmp_path / "profile/rank-0000.json.gz")
+    events = json.loads(gzip.open(tmp_path / "profile/rank-0000.json.gz").read())["traceEvents"]
+    names = [event.get("name", "") for event in events if event.get("ph") == "X"]
     assert [name for name in names if name.startswith("forward ")] == [f"forward of {n}" for n in profiled]
     assert [name for name in names if name.startswith("step ")][: len(profiled)] == [f"step {n}" for n in profiled]
     assert names.count("aten::matmul") == len(profiled)
