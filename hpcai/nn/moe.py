@@ -223,8 +223,13 @@ class Experts(nn.Module):
         if not on_cpu(x) and aligned and x.dtype == torch.bfloat16 and _grouped_mm is not None:
             counts = torch.full((total,), len(x) // total, device=x.device) if counts is None else counts
             return self._together(x, counts, weights, biases)
-        sizes = [len(x) // total] * total if counts is None else counts.tolist()
+        sizes = [len(x) // total] * total if counts is None else self.read_counts(counts, len(x), total)
         return _ExpertLoop.apply(x, sizes, self.activation, *weights, *(biases or [None] * 3))
+
+    @staticmethod
+    def read_counts(counts: Tensor, rows: int, experts: int) -> list[int]:
+        """Return ``counts`` from the device. Only ``hpcai plan`` uses the mean load of ``experts``, which have ``rows`` together."""
+        return counts.tolist()
 
     def _together(self, x: Tensor, counts: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
         ends = counts.cumsum(0, dtype=torch.int32)

@@ -5,7 +5,8 @@ values. The trace yields the kernels, the bytes that they move, the communicatio
 Rates are those of the GPU's data sheet (hpcai.plan.machines). The slowdown of kernels relative to them is fitted to one published
 step of the app; `--measured` fits it to your own step, and `--slower 1` predicts the lower bound. Steps to the target are those of
 the benchmark's reference at each batch size. `--ways` varies one axis of the mesh; a sample is split along other axes as the
-settings say (mesh.pipeline, mesh.context), and then by default not along this one.
+settings say (mesh.pipeline, mesh.context), and then by default not along this one. `--search` compares all meshes of language
+models (tensor, context, pipeline and expert parallelism) and what activations are recomputed, at the batch of the settings.
 
     --check    predict published results, and print the errors
 """
@@ -48,6 +49,10 @@ def main(argv: Sequence[str]) -> int:
             result["axes"] = planner.fixed_axes()
             result["jobs"] = {}
             for gpus in args.gpus:
+                if args.search:
+                    jobs = planner.search_meshes(gpus, on, args.evaluate)
+                    result["jobs"][gpus] = [job_row(job, on) | {"sent_over": planner.sent_bytes(job, on)} for job in jobs]
+                    continue
                 fastest: dict[int, Job] = {}  # for each of the ways, in their order
                 for job in planner.plan_jobs(gpus, ways, on, args.evaluate):
                     fastest.setdefault(job.ways, job)
@@ -62,6 +67,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
     parser.add_argument("--machine", default="h100", help=f"one of {', '.join(MACHINES)}")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 2048], metavar="N", help="numbers of training GPUs")
+    parser.add_argument("--search", action="store_true", help="find the fastest mesh of each number of GPUs")
     parser.add_argument("--ways", type=int, nargs="+", metavar="N", help="processes over which a sample is split along one axis")
     parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="additional GPUs that only evaluate")
     parser.add_argument("--slower", type=float, metavar="FACTOR", help="slowdown of kernels relative to the machine's rates")
@@ -80,7 +86,7 @@ def job_row(job: "Job", on: Machine) -> Row:
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.capacity / 1e9,
         "lean": list(lean), "step_s": job.seconds, "kernels_s": step.compute_bound + step.memory_bound,
         "launches_s": step.launches, "messages_s": step.exposed_communication, "idle_s": step.idle, "loader_s": job.loader,
-        "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes, "evaluation_minutes": job.evaluation,
+        "sent_gb": step.sent / 1e9, "mesh": dict(job.mesh), "steps": job.steps, "minutes": job.minutes, "evaluation_minutes": job.evaluation,
     }  # fmt: skip
 
 
@@ -116,6 +122,9 @@ def _check_lines(result: Row) -> Iterator[str]:
 def _job_lines(result: Row) -> Iterator[str]:
     slower = f"kernels {result['slower']:.2f} times slower than its rates"
     yield f"{result['plan']} on {result['machine']}; {slower}; {result['source']}"
+    if any("sent_over" in job for jobs in result["jobs"].values() for job in jobs):
+        yield from _mesh_lines(result["jobs"])
+        return
     if result["axes"]:
         yield "each of them over " + " x ".join(f"{name} {size}" for name, size in result["axes"].items())
     rows: list[tuple[object, ...]] = []
@@ -131,6 +140,19 @@ def _job_lines(result: Row) -> Iterator[str]:
     yield "ms of a step: kernels, launches, exposed communication, pipeline bubbles, loader; minutes that training waits"
     for gpus in [gpus for gpus, jobs in result["jobs"].items() if not jobs]:
         yield f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory"
+
+
+def _mesh_lines(jobs: dict[int, list[Row]]) -> Iterator[str]:
+    axes = [axis for axis in ("tensor", "context", "pipeline", "expert") if any(axis in job["mesh"] for each in jobs.values() for job in each)]
+    rows = []
+    for job in (job for each in jobs.values() for job in each):
+        times = (_format_number(job[name]) for name in ("memory_gb", "step_s", "messages_s", "idle_s", "minutes"))
+        sent = ", ".join(f"{axis} {_format_number(bytes / 1e9)}" for axis, bytes in job["sent_over"].items())
+        sizes = (job["mesh"].get(axis, 1) for axis in axes)
+        rows.append((f"{job['gpus']:,}", *sizes, job["lean"][-1], job["batch"], *times, f"{job['steps']:,.0f}", sent))
+    heads = "GPUs", *axes, "memory", "batch", "GB", "s a step", "exposed", "idle", "minutes", "steps", "GB sent a step, over"
+    yield from tables.lines(rows, heads, left=("memory", heads[-1]))
+    yield "s of a step: exposed communication, pipeline bubbles; the fastest mesh first"
 
 
 def _format_number(value: float) -> str:
