@@ -228,7 +228,7 @@ class Experts(nn.Module):
 
     @staticmethod
     def read_counts(counts: Tensor, rows: int, experts: int) -> list[int]:
-        """Return ``counts`` from the device. Only ``hpcai plan`` uses the mean load of ``experts``, which have ``rows`` together."""
+        """Return ``counts`` from the device. ``hpcai plan`` replaces it by the mean load of ``experts`` with ``rows`` in all."""
         return counts.tolist()
 
     def _together(self, x: Tensor, counts: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:

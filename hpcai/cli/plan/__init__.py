@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
             for gpus in args.gpus:
                 if args.search:
                     jobs = planner.search_meshes(gpus, on, args.evaluate)
-                    result["jobs"][gpus] = [job_row(job, on) | {"sent_over": planner.sent_bytes(job, on)} for job in jobs]
+                    result["jobs"][gpus] = [job_row(job, on) | {"sent_over_gb": planner.sent_gb(job, on)} for job in jobs]
                     continue
                 fastest: dict[int, Job] = {}  # for each of the ways, in their order
                 for job in planner.plan_jobs(gpus, ways, on, args.evaluate):
@@ -86,7 +86,8 @@ def job_row(job: "Job", on: Machine) -> Row:
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.capacity / 1e9,
         "lean": list(lean), "step_s": job.seconds, "kernels_s": step.compute_bound + step.memory_bound,
         "launches_s": step.launches, "messages_s": step.exposed_communication, "idle_s": step.idle, "loader_s": job.loader,
-        "sent_gb": step.sent / 1e9, "mesh": dict(job.mesh), "steps": job.steps, "minutes": job.minutes, "evaluation_minutes": job.evaluation,
+        "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes, "evaluation_minutes": job.evaluation,
+        "mesh": dict(job.mesh),
     }  # fmt: skip
 
 
@@ -122,9 +123,6 @@ def _check_lines(result: Row) -> Iterator[str]:
 def _job_lines(result: Row) -> Iterator[str]:
     slower = f"kernels {result['slower']:.2f} times slower than its rates"
     yield f"{result['plan']} on {result['machine']}; {slower}; {result['source']}"
-    if any("sent_over" in job for jobs in result["jobs"].values() for job in jobs):
-        yield from _mesh_lines(result["jobs"])
-        return
     if result["axes"]:
         yield "each of them over " + " x ".join(f"{name} {size}" for name, size in result["axes"].items())
     rows: list[tuple[object, ...]] = []
@@ -133,26 +131,18 @@ def _job_lines(result: Row) -> Iterator[str]:
         for job in jobs:
             times = (_format_number(1e3 * job[f"{x}_s"]) for x in ("step", "kernels", "launches", "messages", "idle", "loader"))
             totals = f"{job['steps']:,.0f}", _format_number(job["minutes"]), _format_number(job["evaluation_minutes"])
-            mark = "best" if len(jobs) > 1 and job["minutes"] == fastest else ""
-            rows.append((f"{job['gpus']:,}", job["ways"], job["batch"], _format_number(job["memory_gb"]), *times, *totals, mark))
+            mark, sent = "best" if len(jobs) > 1 and job["minutes"] == fastest else "", job.get("sent_over_gb", {})
+            if sent:  # of a search
+                mark = " ".join((*job["lean"][-1:], *(f"{axis}={_format_number(gb)}" for axis, gb in sent.items())))
+            mesh = " ".join(f"{axis}={job['mesh'].get(axis, 1)}" for axis in sent) or job["ways"]
+            rows.append((f"{job['gpus']:,}", mesh, job["batch"], _format_number(job["memory_gb"]), *times, *totals, mark))
     parts = "kernels", "launches", "exposed", "idle", "loader"
     yield from tables.lines(rows, ("GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating", ""))
+    if any("sent_over_gb" in job for jobs in result["jobs"].values() for job in jobs):
+        yield "each number of GPUs with its fastest meshes; at the end of a line memory saved, and GB that a rank sends over each axis"
     yield "ms of a step: kernels, launches, exposed communication, pipeline bubbles, loader; minutes that training waits"
     for gpus in [gpus for gpus, jobs in result["jobs"].items() if not jobs]:
         yield f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory"
-
-
-def _mesh_lines(jobs: dict[int, list[Row]]) -> Iterator[str]:
-    axes = [axis for axis in ("tensor", "context", "pipeline", "expert") if any(axis in job["mesh"] for each in jobs.values() for job in each)]
-    rows = []
-    for job in (job for each in jobs.values() for job in each):
-        times = (_format_number(job[name]) for name in ("memory_gb", "step_s", "messages_s", "idle_s", "minutes"))
-        sent = ", ".join(f"{axis} {_format_number(bytes / 1e9)}" for axis, bytes in job["sent_over"].items())
-        sizes = (job["mesh"].get(axis, 1) for axis in axes)
-        rows.append((f"{job['gpus']:,}", *sizes, job["lean"][-1], job["batch"], *times, f"{job['steps']:,.0f}", sent))
-    heads = "GPUs", *axes, "memory", "batch", "GB", "s a step", "exposed", "idle", "minutes", "steps", "GB sent a step, over"
-    yield from tables.lines(rows, heads, left=("memory", heads[-1]))
-    yield "s of a step: exposed communication, pipeline bubbles; the fastest mesh first"
 
 
 def _format_number(value: float) -> str:

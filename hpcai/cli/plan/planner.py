@@ -209,29 +209,25 @@ class Planner:
             return Fit(total, peak, overrides, held)
         models, weights = self.shallow_models(overrides)
         fits = [self._mean_step(ways, replicas, per_replica, machine, (*overrides, *model)) for model in models]
-        pairs = list(zip(fits, weights(range(self._layers(overrides)))))
+        pairs = list(zip(fits, weights[0]))
         first, *others = (fit.step.scaled(weight) for fit, weight in pairs)
         held, peak = (sum(weight * getattr(fit, name) for fit, weight in pairs) for name in ("held", "peak"))
         return Fit(sum(others, first), peak, overrides, held)
 
-    def _layers(self, overrides: Overrides) -> int:
-        """Return the number of repeated layers; 0 if all are recorded."""
-        return 0 if self.training.depth is None else int(attrgetter(self.training.depth)(self.settings(*overrides)))
-
-    def shallow_models(self, overrides: Overrides, stages: int = 1) -> tuple[list[Overrides], Callable[[range], list[float]]]:
-        """Return the overrides of the models to record in place of a deep one of ``stages``, and a function that returns their
-        weights in a stage with a range of its layers: few and more layers of the first kind, and as few of each other kind."""
-        layers, (few, more) = self._layers(overrides), self.training.recorded_layers
+    def shallow_models(self, overrides: Overrides, stages: int = 1) -> tuple[list[Overrides], list[list[float]]]:
+        """Return the overrides of the models to record in place of a deep one of ``stages``, and their weights in each stage: few
+        and more layers of the first kind, and as few of each other kind."""
+        cfg, depth, (few, more) = self.settings(*overrides), self.training.depth, self.training.recorded_layers
+        layers = 0 if depth is None else attrgetter(depth)(cfg)
         if layers <= more * stages:
-            return [()], lambda stage: [1.0]
-        (first, _), *others = self.training.layer_kinds(self.settings(*overrides))
-
-        def weights(stage: range) -> list[float]:
-            deeper, rest = (len(stage) - few) / (more - few), [len({*stage}.intersection(own)) / few for _, own in others]
-            return [1 - deeper - sum(rest), deeper, *rest]
-
+            return [()], [[1.0]] * stages
+        (first, _), *others = self.training.layer_kinds(cfg)
+        weights = []
+        for begin, end in pairwise(accumulate(balanced_split(layers, stages), initial=0)):
+            deeper, rest = (end - begin - few) / (more - few), [sum(begin <= n < end for n in own) / few for _, own in others]
+            weights.append([1 - deeper - sum(rest), deeper, *rest])
         depths = [(first, few), (first, more), *((kind, few) for kind, _ in others)]
-        return [(*kind, f"{self.training.depth}={n * stages}") for kind, n in depths], weights
+        return [(*kind, f"{depth}={n * stages}") for kind, n in depths], weights
 
     def _mean_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides) -> Fit:
         micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
@@ -319,9 +315,9 @@ class Planner:
 
     def search_meshes(self, gpus: int, machine: Machine, evaluating: int = 0, count: int = 3) -> list[Job]:
         """Return the ``count`` fastest jobs on ``gpus`` with the batch of the settings, each with another mesh. Steps are recorded
-        in the order of their estimates, until these exceed the time of the jobs. Raises InfeasibleError if there is no job."""
-        training, batch, jobs = self.training, self.settings().data.batch, dict[Any, Job]()
-        candidates = []
+        in the order of their estimates, until these, times the least ratio to a recorded step, exceed the steps of the jobs. Raises
+        InfeasibleError if there is no job."""
+        training, batch, jobs, candidates, ratio = self.training, self.settings().data.batch, dict[Any, Job](), [], math.inf
         for number, sizes in enumerate(training.meshes(self.settings(), gpus, machine)):
             for index, choice in reversed([*enumerate(training.memory_savings)]):
                 cfg = self.settings(*choice)
@@ -333,22 +329,22 @@ class Planner:
                 candidates.append((seconds, number, index, sizes.get(training.split_axis or "", 1), mesh))
         for seconds, _, index, ways, mesh in sorted(candidates):
             best = sorted(jobs.values(), key=attrgetter("seconds"))[:count]
-            if len(best) == count and seconds > best[-1].seconds:
+            if len(best) == count and ratio * seconds > best[-1].seconds:
                 break
             with suppress(InfeasibleError):
-                if mesh not in jobs:  # with less memory it is slower
+                if mesh not in jobs:  # with less memory it would be slower
                     jobs[mesh] = self.plan_job(gpus, ways, batch, machine, evaluating, mesh, [training.memory_savings[index]])
+                    ratio = min(ratio, jobs[mesh].seconds / max(seconds, 1e-9))
         if not jobs:
             raise InfeasibleError(f"no mesh of {gpus} GPUs fits the memory of {machine.name} with a batch of {batch}")
         return sorted(jobs.values(), key=attrgetter("minutes"))[:count]
 
-    def sent_bytes(self, job: Job, machine: Machine) -> dict[str, float]:
-        """Return the bytes that a rank sends in a step of ``job`` over each axis of its mesh."""
-        replicas = job.mesh.get("replicate", 1)
+    def sent_gb(self, job: Job, machine: Machine) -> dict[str, float]:
+        """Return the GB that a rank sends in a step of ``job`` over each axis of its mesh."""
+        replicas, overrides = job.mesh.get("replicate", 1), (*job.overrides, *job.fit.memory_savings)
+        machines = {axis: _OneAxis(**vars(machine), mesh=job.mesh, axis=axis) for axis in job.mesh}
         args = job.ways, replicas, job.batch // replicas
-        sent = {axis: self.mean_step(*args, _OneAxis(**vars(machine), mesh=job.mesh, axis=axis),
-                                     (*job.overrides, *job.fit.memory_savings)).step.sent for axis in job.mesh}  # fmt: skip
-        return {axis: bytes for axis, bytes in sent.items() if bytes}
+        return {axis: self.mean_step(*args, each, overrides).step.sent / 1e9 for axis, each in machines.items()}
 
     @cached_property
     def slowdown(self) -> float:
@@ -391,8 +387,6 @@ class _PipelineStep:
         self.within, self.ranks = ways * planner.fixed_processes(overrides), planner.fixed_axes(overrides)["pipeline"]
         self.stage_count = planner.training.stage_count(planner.settings(*overrides))
         self.models, self.weights = planner.shallow_models(overrides, self.stage_count)
-        ends = accumulate(balanced_split(planner._layers(overrides), self.stage_count), initial=0)
-        self.layers = [range(*pair) for pair in pairwise(ends)]
         self._record = lambda rank, model: planner.record_steps(  # once
             ways, replicas, micro_batch, (*overrides, *model), rank if rank in (0, self.ranks - 1) else 1, count
         )[0][1]
@@ -403,7 +397,7 @@ class _PipelineStep:
 
     def _interpolate(self, function: Callable[[Recorded], Sequence[float]], rank: int, stages: Sequence[int]) -> Any:
         """Return ``function`` of a rank, the mean over ``stages``, from that of the recorded models."""
-        weights = np.mean([self.weights(self.layers[stage]) for stage in stages], axis=0)
+        weights = np.mean([self.weights[stage] for stage in stages], axis=0)
         return sum(w * np.array(function(self._record(rank, model))) for w, model in zip(weights, self.models) if w)
 
     def _stage_cost(self, rank: int, index: int) -> "_StageCost":
@@ -439,8 +433,8 @@ class _PipelineStep:
         return (0.0, 0.0) if ranks[0] == ranks[1] else self.machine.communication_time("send", int(self.costs[0].sent), ranks)
 
     def fit(self) -> Fit:
-        last, cost = self.stage_count - 1, cache(self._pass_cost)
-        ready = simulate_schedule(
+        last, cost, of_axis = self.stage_count - 1, cache(self._pass_cost), isinstance(self.machine, _OneAxis)
+        ready = [0.0] * self.ranks if of_axis else simulate_schedule(
             self.orders, last, lambda kind, stage: cost(kind, stage).seconds, lambda *stages: self._transfer(*stages)[0]
         )
         steps, peaks, held_bytes = [], [], []
@@ -458,7 +452,7 @@ class _PipelineStep:
             buffers = self.micro_batches * sum(cost.given + cost.sent for cost in costs.values())  # torch's
             peaks.append(held + buffers + max(extra, peak_memory(order, {stage: cost.bytes for stage, cost in costs.items()})))
             held_bytes.append(held + buffers)
-        return Fit(max(steps, key=attrgetter("seconds")), max(peaks), (), max(held_bytes))
+        return Fit(max(steps, key=attrgetter("sent" if of_axis else "seconds")), max(peaks), (), max(held_bytes))
 
 
 class _StageCost(NamedTuple):
