@@ -59,17 +59,18 @@ class Plan(PlannedTraining):
                 yield {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
 
     def estimate(self, cfg: Any, gpus: int, machine: Machine) -> tuple[float, float]:
-        """Count products of matrices, what each form of parallelism sends in a layer, bubbles of the pipeline, and the gradients."""
+        """Count products of matrices, what each form of parallelism sends in a layer, pipeline bubbles, and the gradients."""
         mesh, model, again = cfg.mesh, cfg.model, cfg.model.recompute == "layers"
         inner = mesh.tensor * mesh.context
-        replicas = gpus // (inner * mesh.pipeline)
+        within = inner * mesh.pipeline
+        replicas = gpus // within
         rows, element = cfg.data.batch // replicas, 1 if cfg.step.matmul == "fp8" and 1 in machine.flops else 2
         flops = flops_per_token(cfg, model.positions, True) * cfg.data.batch * model.positions / gpus
         seconds = machine.slowdown * flops * (4 / 3 if again else 1) / machine.flops[element]
         hidden = 2 * model.width * rows * model.positions // mesh.context  # bytes of the hidden state of a step
         sends = [("all-gather", hidden // mesh.tensor, 8, range(mesh.tensor))] if mesh.tensor > 1 else []
         if mesh.expert > 1:
-            sends.append(("all-to-all", hidden * model.experts.top_k, 4, range(0, gpus // replicas * mesh.expert, gpus // replicas)))
+            sends.append(("all-to-all", hidden * model.experts.top_k, 4, range(0, within * mesh.expert, within)))
         if mesh.context > 1:
             keys = 4 * model.kv_heads * model.head_dim * rows * model.positions // (inner * mesh.context)
             sends.append(("all-gather", keys, 3, range(0, inner, mesh.tensor)))
@@ -78,8 +79,8 @@ class Plan(PlannedTraining):
             seconds += times * machine.communication_time(name, size, ranks)[0]
         seconds *= 1 + (mesh.pipeline - 1) / (rows * cfg.stages.per_rank)
         bytes = estimate_bytes(cfg.model_copy(update={"step": cfg.step.model_copy(update={"accumulate": rows})}), gpus)
-        update = machine.communication_time("all-reduce", (bytes["weights"] + bytes["gradients"]) // 2, range(0, gpus, gpus // replicas))
-        return seconds + update[0], sum(bytes.values())
+        size = int(bytes["weights"] + bytes["gradients"]) // 2
+        return seconds + machine.communication_time("all-reduce", size, range(0, gpus, within))[0], sum(bytes.values())
 
     def read_settings(self, cfg: Any) -> None:
         if cfg.benchmark == "llama2_70b_lora":

@@ -139,7 +139,7 @@ def _job_lines(result: Row) -> Iterator[str]:
     parts = "kernels", "launches", "exposed", "idle", "loader"
     yield from tables.lines(rows, ("GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating", ""))
     if any("sent_over_gb" in job for jobs in result["jobs"].values() for job in jobs):
-        yield "each number of GPUs with its fastest meshes; at the end of a line memory saved, and GB that a rank sends over each axis"
+        yield "at the end of a line: what is recomputed, and GB that a rank sends in a step over each axis"
     yield "ms of a step: kernels, launches, exposed communication, pipeline bubbles, loader; minutes that training waits"
     for gpus in [gpus for gpus, jobs in result["jobs"].items() if not jobs]:
         yield f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory"

@@ -34,6 +34,7 @@ from hpcai.settings import AXES
 from hpcai.train import Step
 
 Overrides = Sequence[str]
+_MARGIN = 0.8  # of the estimates of a search
 _MIN_ESTIMATE = 0.9  # ratio of needed to estimated memory, at least
 _USABLE_MEMORY = 0.92  # share of a GPU's memory for tensors; fragmentation, graphs and libraries take the rest
 _LOADER_WARMUP, _LOADER_STEPS = 20, 100  # simulated steps of the loader; during warmup the queue fills
@@ -315,8 +316,8 @@ class Planner:
 
     def search_meshes(self, gpus: int, machine: Machine, evaluating: int = 0, count: int = 3) -> list[Job]:
         """Return the ``count`` fastest jobs on ``gpus`` with the batch of the settings, each with another mesh. Steps are recorded
-        in the order of their estimates, until these, times the least ratio to a recorded step, exceed the steps of the jobs. Raises
-        InfeasibleError if there is no job."""
+        in the order of their estimates, until these exceed the steps of the jobs, even if they are too low by the least factor so
+        far, or by a fifth less. Raises InfeasibleError if there is no job."""
         training, batch, jobs, candidates, ratio = self.training, self.settings().data.batch, dict[Any, Job](), [], math.inf
         for number, sizes in enumerate(training.meshes(self.settings(), gpus, machine)):
             for index, choice in reversed([*enumerate(training.memory_savings)]):
@@ -329,7 +330,7 @@ class Planner:
                 candidates.append((seconds, number, index, sizes.get(training.split_axis or "", 1), mesh))
         for seconds, _, index, ways, mesh in sorted(candidates):
             best = sorted(jobs.values(), key=attrgetter("seconds"))[:count]
-            if len(best) == count and ratio * seconds > best[-1].seconds:
+            if len(best) == count and _MARGIN * ratio * seconds > best[-1].seconds:
                 break
             with suppress(InfeasibleError):
                 if mesh not in jobs:  # with less memory it would be slower

@@ -113,7 +113,7 @@ class PlannedTraining:
 
     def meshes(self, cfg: Any, gpus: int, machine: Machine) -> Iterator[dict[str, int]]:
         """Yield the sizes of the axes of the meshes that a search compares."""
-        raise ConfigError(f"the meshes of {self.workload.name} cannot be searched; set them by --ways and key=value words")
+        raise ConfigError("this app has no meshes to search; set them by --ways and key=value words, without --search")
 
     def estimate(self, cfg: Any, gpus: int, machine: Machine) -> tuple[float, float]:
         """Return rough seconds of a step and bytes of memory, which decide in a search what is recorded first, and what is not."""
