@@ -21,7 +21,7 @@ from hpcai.parallel.pipeline import Pipeline
 from hpcai.plan.machines import Machine
 
 # mlcommons/logging, rcp_checker/training_6.1.0
-_CONVERGENCE = {
+_CONVERGENCE: dict[str, dict[int, float]] = {
     "gpt_oss_20b": {16: 194_765, 32: 234_701, 64: 301_670}, "deepseekv3_671b": {15360: 721_920, 16384: 767_317, 18432: 857_088},
 }  # fmt: skip
 
