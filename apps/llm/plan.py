@@ -6,15 +6,24 @@ The model is sharded over ``tensor``, and over pipeline and context as set; each
 without torch.compile: NVIDIA's published code is fused by hand.
 """
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from torch import nn
 
 from apps.llm.benchmarks import Benchmark
+from apps.llm.memory import estimate_bytes, flops_per_token
 from hpcai.cli.plan.training import Evaluation, PlannedTraining
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, build_pipeline
 from hpcai.parallel.pipeline import Pipeline
+from hpcai.plan.machines import Machine
+
+# mlcommons/logging, rcp_checker/training_6.1.0
+_CONVERGENCE: dict[str, dict[int, float]] = {
+    "gpt_oss_20b": {16: 194_765, 32: 234_701, 64: 301_670}, "deepseekv3_671b": {15360: 721_920, 16384: 767_317, 18432: 857_088},
+}  # fmt: skip
 
 
 class Plan(PlannedTraining):
@@ -32,9 +41,52 @@ class Plan(PlannedTraining):
     def stage_count(self, cfg: Any) -> int:
         return int(cfg.mesh.pipeline * cfg.stages.per_rank)
 
+    def layer_kinds(self, cfg: Any) -> Any:
+        layers, dense = range(cfg.model.layers), () if cfg.model.experts is None else cfg.model.experts.dense_layers
+        kinds = [(each, {*layers} - {*dense} if each == () else dense) for each in ((), tuple(layers)) if dense]
+        return [((f"model.experts.dense_layers={list(each)}",), own) for each, own in kinds] or super().layer_kinds(cfg)
+
+    def meshes(self, cfg: Any, gpus: int, machine: Machine) -> Iterator[dict[str, int]]:
+        model, stages = cfg.model, cfg.stages.per_rank
+        experts = model.experts.count if model.experts else 1
+        divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+        for tensor, context, pipeline, expert in product(divisors, repeat=4):
+            replicas, rest = divmod(gpus, tensor * context * pipeline)
+            heads = model.heads % tensor == 0 and (model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0)
+            if rest or not heads or tensor * context > machine.gpus_per_node or pipeline * stages > model.layers:
+                continue
+            if replicas % expert == 0 == experts % expert and cfg.data.batch % replicas == 0 == model.positions % (2 * context):
+                yield {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
+
+    def estimate(self, cfg: Any, gpus: int, machine: Machine) -> tuple[float, float]:
+        """Count products of matrices, what each form of parallelism sends in a layer, pipeline bubbles, and the gradients."""
+        mesh, model, again = cfg.mesh, cfg.model, cfg.model.recompute == "layers"
+        inner = mesh.tensor * mesh.context
+        within = inner * mesh.pipeline
+        replicas = gpus // within
+        rows, element = cfg.data.batch // replicas, 1 if cfg.step.matmul == "fp8" and 1 in machine.flops else 2
+        flops = flops_per_token(cfg, model.positions, True) * cfg.data.batch * model.positions / gpus
+        seconds = machine.slowdown * flops * (4 / 3 if again else 1) / machine.flops[element]
+        hidden = 2 * model.width * rows * model.positions // mesh.context  # bytes of the hidden state of a step
+        sends = [("all-gather", hidden // mesh.tensor, 8, range(mesh.tensor))] if mesh.tensor > 1 else []
+        if mesh.expert > 1:
+            sends.append(("all-to-all", hidden * model.experts.top_k, 4, range(0, within * mesh.expert, within)))
+        if mesh.context > 1:
+            keys = 4 * model.kv_heads * model.head_dim * rows * model.positions // (inner * mesh.context)
+            sends.append(("all-gather", keys, 3, range(0, inner, mesh.tensor)))
+        for name, size, times, ranks in sends:
+            times *= (1.5 if again else 1) * model.layers / mesh.pipeline
+            seconds += times * machine.communication_time(name, size, ranks)[0]
+        seconds *= 1 + (mesh.pipeline - 1) / (rows * cfg.stages.per_rank)
+        bytes = estimate_bytes(cfg.model_copy(update={"step": cfg.step.model_copy(update={"accumulate": rows})}), gpus)
+        size = int(bytes["weights"] + bytes["gradients"]) // 2
+        return seconds + machine.communication_time("all-reduce", size, range(0, gpus, within))[0], sum(bytes.values())
+
     def read_settings(self, cfg: Any) -> None:
         if cfg.benchmark == "llama2_70b_lora":
             return
         batch, rows = cfg.data.batch, cfg.data.validation_rows or cfg.data.evaluation_batch
         self.samples, self.source = {batch: batch * cfg.train.steps}, "the steps of its settings"
+        if cfg.benchmark in _CONVERGENCE:
+            self.samples, self.source = _CONVERGENCE[cfg.benchmark], "reference convergence of MLPerf 6.1, mean of its runs"
         self.evaluation = Evaluation(samples=rows, every=cfg.data.epoch or batch * cfg.train.steps, cost=1 / 3)

@@ -115,7 +115,8 @@ class _Exchange(nn.Module):
         else:
             by_rank = order.counts.new_empty(n * local)
             torch_dist.all_to_all_single(by_rank, order.counts, [local] * n, self.sizes, group=self.axis.group)
-            numbers = iter(torch.cat((order.counts, by_rank)).tolist())  # the host waits for the device here
+            counts = torch.cat((order.counts, by_rank))
+            numbers = iter(Experts.read_counts(counts, len(rows), len(order.counts)))  # the host waits for the device here
             sent, received = ([sum(islice(numbers, size)) for size in sizes] for sizes in (self.sizes, [local] * n))
             experts = torch.arange(local, device=rows.device).repeat(n)
             by_expert = experts.repeat_interleave(by_rank, output_size=sum(received)).argsort(stable=True)

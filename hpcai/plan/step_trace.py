@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hpcai.errors import MeshError
 from hpcai.kernels import triton_support
+from hpcai.nn.moe import Experts
 
 _NO_WORK = {"_unsafe_view", "device", "lift_fresh", "promote_types", "is_set_to"}  # in addition to views and empty tensors
 _WRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"}  # do not read their first argument
@@ -56,6 +57,10 @@ def _addmm_flops(_: Any, a: Any, b: Any, *__: Any, **___: Any) -> int:
     return 2 * math.prod(a) * b[-1]
 
 
+def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(a) * b[-1]  # each row of the groups once: [R, I] x [E, I, O], or [I, R] x [R, O] -> [E, I, O]
+
+
 def _attention_flops(q: Any, k: Any, v: Any, _: float = 0.0, causal: bool = False, **__: Any) -> float:
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1]) * _causal_fraction(q, k, causal)
 
@@ -65,19 +70,31 @@ def _attention_backward_flops(_: Any, q: Any, k: Any, v: Any, *rest: Any, **__: 
     return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]) * _causal_fraction(q, k, rest[3])
 
 
+def _varlen_flops(is_backward: bool, *args: Any, **_: Any) -> float:
+    """Return the FLOP of causal attention within rows of one document each, in a sliding window (past, 0), if any."""
+    (q, _k, v), tokens, window = (args[1:4], args[8], args[13:14]) if is_backward else (args[:3], args[5], args[9:10])
+    past = window[0][0] if window and window[0] else -1
+    attended = min(past + 1, tokens) if past >= 0 else tokens
+    scores = math.prod(q[:-1]) * attended * (1 - 0.5 * attended / tokens)
+    return 2 * scores * (3 * q[-1] + 2 * v[-1] if is_backward else q[-1] + v[-1])
+
+
 def _causal_fraction(q: Any, k: Any, causal: bool) -> float:
     """Return the fraction of the scores that a causal kernel computes, if the queries are the last positions of the keys."""
     return 1 - 0.5 * q[-2] / k[-2] if causal else 1.0
 
 
-FLOP_FORMULAS = {
+FLOP_FORMULAS: dict[Any, Any] = {
     torch.ops.aten.addmm_: _addmm_flops, torch.ops.aten.baddbmm_: _addmm_flops, torch.ops.aten.convolution: _conv_flops,
     torch.ops.aten._convolution: _conv_flops, torch.ops.aten.convolution_backward: _conv_backward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    torch.ops.aten._grouped_mm: _grouped_flops, "_varlen_attn": partial(_varlen_flops, False),
+    "_varlen_attn_backward": partial(_varlen_flops, True),
 }  # fmt: skip
 """FLOP from the shapes of arguments, for operations that torch's counter lacks or overestimates: grouped convolutions, which it
-counts with all channels, and CPU attention, which stands for that of a GPU."""
+counts with all channels, CPU attention, which stands for that of a GPU, and attention of packed rows, by name: as if each of the
+documents that fit had the length of a row."""
 
 
 class Kernel(NamedTuple):
@@ -144,6 +161,7 @@ class StepTracer(TorchDispatchMode):
             if self._kernels:
                 stack.enter_context(mock.patch.object(triton_support, "PLANNED", True))
                 stack.enter_context(_record_triton(self))
+            stack.enter_context(mock.patch.object(Experts, "read_counts", _balanced_counts))
             stack.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_gather_object))  # reads sizes
             stack.enter_context(mock.patch.object(torch_dist, "broadcast_object_list", lambda *_, **__: None))
             stack.enter_context(mock.patch.multiple(CausalBias, __new__=_new_causal_bias, _dispatch=_causal_attention))
@@ -216,9 +234,9 @@ class StepTracer(TorchDispatchMode):
         return result
 
     def _flops(self, operation: Any, args: Any, kwargs: Any, result: Any) -> float:
-        if operation in FLOP_FORMULAS:
+        flops: Any = FLOP_FORMULAS.get(operation) or FLOP_FORMULAS.get(operation.__name__)
+        if flops:
             args = tree_map(lambda x: x.shape if isinstance(x, Tensor) else x, args)
-            flops: Any = FLOP_FORMULAS[operation]
             return flops(*args, **kwargs, out_val=result)
         formula: Any = flop_counter.flop_registry.get(operation)
         return formula(*args, **kwargs, out_val=result) if formula else 0
@@ -318,6 +336,11 @@ def _new_causal_bias(kind: type[CausalBias], *_: Any) -> CausalBias:
 def _causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias, *_: Any, **__: Any) -> Tensor:
     """Attention of the last queries to all keys. CausalBias would read tensors to select a GPU kernel."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)[0]
+
+
+def _balanced_counts(counts: Tensor, rows: int, experts: int) -> list[int]:
+    """Return the counts of experts with equally many of the ``rows``, or one more."""
+    return [rows * (n + 1) // experts - rows * n // experts for n in range(len(counts))]
 
 
 def _all_gather_object(values: list[Any], value: Any, **_: Any) -> None:

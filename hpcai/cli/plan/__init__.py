@@ -5,7 +5,8 @@ values. The trace yields the kernels, the bytes that they move, the communicatio
 Rates are those of the GPU's data sheet (hpcai.plan.machines). The slowdown of kernels relative to them is fitted to one published
 step of the app; `--measured` fits it to your own step, and `--slower 1` predicts the lower bound. Steps to the target are those of
 the benchmark's reference at each batch size. `--ways` varies one axis of the mesh; a sample is split along other axes as the
-settings say (mesh.pipeline, mesh.context), and then by default not along this one.
+settings say (mesh.pipeline, mesh.context), and then by default not along this one. `--search` compares all meshes of language
+models (tensor, context, pipeline and expert parallelism) and what activations are recomputed, at the batch of the settings.
 
     --check    predict published results, and print the errors
 """
@@ -48,6 +49,10 @@ def main(argv: Sequence[str]) -> int:
             result["axes"] = planner.fixed_axes()
             result["jobs"] = {}
             for gpus in args.gpus:
+                if args.search:
+                    jobs = planner.search_meshes(gpus, on, args.evaluate)
+                    result["jobs"][gpus] = [job_row(job, on) | {"sent_over_gb": planner.sent_gb(job, on)} for job in jobs]
+                    continue
                 fastest: dict[int, Job] = {}  # for each of the ways, in their order
                 for job in planner.plan_jobs(gpus, ways, on, args.evaluate):
                     fastest.setdefault(job.ways, job)
@@ -62,6 +67,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
     parser.add_argument("--machine", default="h100", help=f"one of {', '.join(MACHINES)}")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 2048], metavar="N", help="numbers of training GPUs")
+    parser.add_argument("--search", action="store_true", help="find the fastest mesh of each number of GPUs")
     parser.add_argument("--ways", type=int, nargs="+", metavar="N", help="processes over which a sample is split along one axis")
     parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="additional GPUs that only evaluate")
     parser.add_argument("--slower", type=float, metavar="FACTOR", help="slowdown of kernels relative to the machine's rates")
@@ -81,6 +87,7 @@ def job_row(job: "Job", on: Machine) -> Row:
         "lean": list(lean), "step_s": job.seconds, "kernels_s": step.compute_bound + step.memory_bound,
         "launches_s": step.launches, "messages_s": step.exposed_communication, "idle_s": step.idle, "loader_s": job.loader,
         "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes, "evaluation_minutes": job.evaluation,
+        "mesh": dict(job.mesh),
     }  # fmt: skip
 
 
@@ -124,10 +131,15 @@ def _job_lines(result: Row) -> Iterator[str]:
         for job in jobs:
             times = (_format_number(1e3 * job[f"{x}_s"]) for x in ("step", "kernels", "launches", "messages", "idle", "loader"))
             totals = f"{job['steps']:,.0f}", _format_number(job["minutes"]), _format_number(job["evaluation_minutes"])
-            mark = "best" if len(jobs) > 1 and job["minutes"] == fastest else ""
-            rows.append((f"{job['gpus']:,}", job["ways"], job["batch"], _format_number(job["memory_gb"]), *times, *totals, mark))
+            mark, sent = "best" if len(jobs) > 1 and job["minutes"] == fastest else "", job.get("sent_over_gb", {})
+            if sent:  # of a search
+                mark = " ".join((*job["lean"][-1:], *(f"{axis}={_format_number(gb)}" for axis, gb in sent.items())))
+            mesh = " ".join(f"{axis}={job['mesh'].get(axis, 1)}" for axis in sent) or job["ways"]
+            rows.append((f"{job['gpus']:,}", mesh, job["batch"], _format_number(job["memory_gb"]), *times, *totals, mark))
     parts = "kernels", "launches", "exposed", "idle", "loader"
     yield from tables.lines(rows, ("GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating", ""))
+    if any("sent_over_gb" in job for jobs in result["jobs"].values() for job in jobs):
+        yield "at the end of a line: what is recomputed, and GB that a rank sends in a step over each axis"
     yield "ms of a step: kernels, launches, exposed communication, pipeline bubbles, loader; minutes that training waits"
     for gpus in [gpus for gpus, jobs in result["jobs"].items() if not jobs]:
         yield f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory"

@@ -2,11 +2,13 @@
 
 import inspect
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +30,12 @@ from hpcai.plan.loader_queue import max_samples, simulate_waits
 from hpcai.plan.machines import Machine
 from hpcai.plan.pipeline_schedule import Pass, SequentialStages, StageTrace, peak_memory, simulate_schedule
 from hpcai.plan.step_trace import Communication, Event, StepTracer, Trace, traced_job
+from hpcai.settings import AXES
 from hpcai.train import Step
 
 Overrides = Sequence[str]
+_MARGIN = 0.8  # of the estimates of a search
+_MIN_ESTIMATE = 0.9  # ratio of needed to estimated memory, at least
 _USABLE_MEMORY = 0.92  # share of a GPU's memory for tensors; fragmentation, graphs and libraries take the rest
 _LOADER_WARMUP, _LOADER_STEPS = 20, 100  # simulated steps of the loader; during warmup the queue fills
 _MAX_REPLICAS = 8  # of the recorded job, if nothing is sharded over them: a collective of all is scaled to another job
@@ -81,6 +86,9 @@ class Job:
     minutes: float
     evaluation: float
     """minutes in which training waits for evaluation"""
+    mesh: Mapping[str, int]
+    """sizes of its axes"""
+    overrides: Overrides
 
     @property
     def seconds(self) -> float:
@@ -116,7 +124,7 @@ class Planner:
 
     def fixed_axes(self, overrides: Overrides = ()) -> dict[str, int]:
         """Return the axes along which a sample is split as the settings say, with their sizes."""
-        excluded = {"replicate", "evaluate", self.training.split_axis}
+        excluded = {"replicate", "expert", "evaluate", self.training.split_axis}
         return {name: size for name, size in self.settings(*overrides).mesh if name not in excluded and size > 1}
 
     def fixed_processes(self, overrides: Overrides = ()) -> int:
@@ -154,7 +162,8 @@ class Planner:
         world, rank = replicas * processes, stage_rank * processes // axes.get("pipeline", 1)
         without_broadcast = mock.patch.object(data_parallel, "broadcast_parameters", lambda *_: None)  # not of a step, and slow
         with traced_job(world, self.kernels, rank) as paper, without_broadcast:
-            mesh = Mesh({"replicate": replicas, **axes, **({axis: ways} if axis else {})}, world, rank)
+            sizes = {"replicate": replicas, "expert": getattr(cfg.mesh, "expert", 1), **axes, **({axis: ways} if axis else {})}
+            mesh = Mesh(sizes, world, rank)
             with deferred(0):
                 model = training.build(cfg, mesh)
                 pipeline = training.pipeline(cfg, model, mesh)
@@ -199,22 +208,36 @@ class Planner:
                 total += fit.step.scaled(weight)
                 peak, held = max(peak, fit.peak), max(held, fit.held)
             return Fit(total, peak, overrides, held)
-        depth, (low, high) = self.training.depth, self.training.recorded_layers
-        layers = 0 if depth is None else attrgetter(depth)(self.settings(*overrides))
-        if depth is None or layers <= high:
-            return self._mean_step(ways, replicas, per_replica, machine, overrides)
-        few, more = (self._mean_step(ways, replicas, per_replica, machine, (*overrides, f"{depth}={n}")) for n in (low, high))
-        factor = (layers - low) / (high - low)
-        held, peak = (a + factor * (b - a) for a, b in ((few.held, more.held), (few.peak, more.peak)))
-        return Fit(few.step + (more.step + few.step.scaled(-1)).scaled(factor), peak, overrides, held)
+        models, weights = self.shallow_models(overrides)
+        fits = [self._mean_step(ways, replicas, per_replica, machine, (*overrides, *model)) for model in models]
+        pairs = list(zip(fits, weights[0]))
+        first, *others = (fit.step.scaled(weight) for fit, weight in pairs)
+        held, peak = (sum(weight * getattr(fit, name) for fit, weight in pairs) for name in ("held", "peak"))
+        return Fit(sum(others, first), peak, overrides, held)
+
+    def shallow_models(self, overrides: Overrides, stages: int = 1) -> tuple[list[Overrides], list[list[float]]]:
+        """Return the overrides of the models to record in place of a deep one of ``stages``, and their weights in each stage: few
+        and more layers of the first kind, and as few of each other kind."""
+        cfg, depth, (few, more) = self.settings(*overrides), self.training.depth, self.training.recorded_layers
+        layers = 0 if depth is None else attrgetter(depth)(cfg)
+        if layers <= more * stages:
+            return [()], [[1.0]] * stages
+        (first, _), *others = self.training.layer_kinds(cfg)
+        weights = []
+        for begin, end in pairwise(accumulate(balanced_split(layers, stages), initial=0)):
+            deeper, rest = (end - begin - few) / (more - few), [sum(begin <= n < end for n in own) / few for _, own in others]
+            weights.append([1 - deeper - sum(rest), deeper, *rest])
+        depths = [(first, few), (first, more), *((kind, few) for kind, _ in others)]
+        return [(*kind, f"{depth}={n * stages}") for kind, n in depths], weights
 
     def _mean_step(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides) -> Fit:
         micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
-        shard, processes = getattr(self.settings(*overrides).step, "shard", "none"), ways * self.fixed_processes(overrides)
+        cfg, processes = self.settings(*overrides), ways * self.fixed_processes(overrides)
+        all_alike = getattr(cfg.step, "shard", "none") == "none" and getattr(cfg.mesh, "expert", 1) == 1
         total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
         # Two micro-batches widen the gradient buckets, and change nothing else. All numbers of replicas share that recording.
         micro_batches = 2 if per_replica > micro_batch or replicas > data_parallel.MAX_BF16_RANKS else 1
-        most = _MAX_REPLICAS if shard == "none" else replicas
+        most = _MAX_REPLICAS if all_alike else replicas
         recorded = most if micro_batches == 2 and replicas > 1 else min(replicas, most)
         for weight, (record, *_) in self.record_steps(ways, recorded, micro_batch, overrides, micro_batches=micro_batches):
             pair = record.events, record.repeated
@@ -223,9 +246,13 @@ class Planner:
             peak, held = max(peak, record.peak), max(held, record.before)
         return Fit(total, peak, overrides, held)
 
-    def fit_memory(self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides = ()) -> Fit:
-        """Return ``mean_step`` with the first of ``memory_savings`` that fits ``machine``. Raises InfeasibleError if none does."""
-        for memory_savings in self.training.memory_savings:
+    def fit_memory(
+        self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides = (),
+        choices: Sequence[Overrides] = (),
+    ) -> Fit:  # fmt: skip
+        """Return ``mean_step`` with the first of ``choices``, by default ``memory_savings``, that fits ``machine``. Raises
+        InfeasibleError if none does."""
+        for memory_savings in choices or self.training.memory_savings:
             fit = self.mean_step(ways, replicas, per_replica, machine, (*overrides, *memory_savings))
             if fit.peak <= _USABLE_MEMORY * machine.capacity:
                 return fit._replace(memory_savings=memory_savings)
@@ -236,14 +263,19 @@ class Planner:
             "split samples further"
         )
 
-    def plan_job(self, gpus: int, ways: int, batch: int, machine: Machine, evaluating: int = 0, overrides: Overrides = ()) -> Job:
+    def plan_job(
+        self, gpus: int, ways: int, batch: int, machine: Machine, evaluating: int = 0, overrides: Overrides = (),
+        choices: Sequence[Overrides] = (),
+    ) -> Job:  # fmt: skip
         """Plan a training on ``gpus``, with ``evaluating`` more GPUs that only evaluate (0: all GPUs evaluate, and training
         waits)."""
-        processes = ways * self.fixed_processes(overrides)
+        processes, expert = ways * self.fixed_processes(overrides), getattr(self.settings(*overrides).mesh, "expert", 1)
         replicas = gpus // processes
         if gpus % processes or batch % replicas:
             raise InfeasibleError(f"{gpus} GPUs, {processes} a replica: {gpus / processes:g} replicas do not divide batch {batch}")
-        fit = self.fit_memory(ways, replicas, batch // replicas, machine, overrides)
+        if replicas % expert:
+            raise InfeasibleError(f"{replicas} replicas do not divide into groups of {expert} that share experts (mesh.expert)")
+        fit = self.fit_memory(ways, replicas, batch // replicas, machine, overrides, choices)
         prepare, workers, per_replica, loader = self.training.preparation_seconds, self.training.workers, batch // replicas, 0.0
         if prepare is not None:
             seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
@@ -257,11 +289,13 @@ class Planner:
         train, all_scores = steps * (fit.step.seconds + loader), evaluation.count(samples, batch) * score
         # With separate GPUs training waits only for the last evaluation, and for earlier ones if they are slower than training.
         pause = max(all_scores - train, 0.0) + score if evaluating else all_scores
-        return Job(gpus, ways, batch, fit, loader, steps, (train + pause) / 60, pause / 60)
+        axes = {"replicate": replicas, "expert": expert, **self.fixed_axes(overrides), self.training.split_axis or "": ways}
+        mesh = {name: axes[name] for name in ("expert", *AXES) if axes.get(name, 1) > 1}
+        return Job(gpus, ways, batch, fit, loader, steps, (train + pause) / 60, pause / 60, mesh, overrides)
 
     def _single_gpu_seconds(self, gpus: int, batch: int, fit: Fit, machine: Machine, overrides: Overrides) -> float:
         """Return the seconds of a sample on one GPU, or if the model does not fit, those on all GPUs divided by their number."""
-        if not self.fixed_axes(overrides):
+        if not self.fixed_axes(overrides) and getattr(self.settings(*overrides).mesh, "expert", 1) == 1:
             with suppress(InfeasibleError):
                 alone = self.fit_memory(1, gpus, 1, machine, overrides).step  # which is recorded already, if samples are not split
                 return alone.seconds - alone.exposed_communication
@@ -279,6 +313,39 @@ class Planner:
                 with suppress(InfeasibleError):
                     jobs.append(self.plan_job(replicas * way * self.fixed_processes(), way, n * replicas, machine, evaluating))
         return sorted(jobs, key=lambda job: job.minutes)
+
+    def search_meshes(self, gpus: int, machine: Machine, evaluating: int = 0, count: int = 3) -> list[Job]:
+        """Return the ``count`` fastest jobs on ``gpus`` with the batch of the settings, each with another mesh. Steps are recorded
+        in the order of their estimates, until these exceed the steps of the jobs, even if they are too low by the least factor so
+        far, or by a fifth less. Raises InfeasibleError if there is no job."""
+        training, batch, jobs, candidates, ratio = self.training, self.settings().data.batch, dict[Any, Job](), [], math.inf
+        for number, sizes in enumerate(training.meshes(self.settings(), gpus, machine)):
+            for index, choice in reversed([*enumerate(training.memory_savings)]):
+                cfg = self.settings(*choice)
+                cfg = cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update=sizes)})
+                seconds, bytes = training.estimate(cfg, gpus, machine)
+                if bytes > _USABLE_MEMORY * machine.capacity / _MIN_ESTIMATE:
+                    break
+                mesh = tuple(f"mesh.{axis}={size}" for axis, size in sizes.items())
+                candidates.append((seconds, number, index, sizes.get(training.split_axis or "", 1), mesh))
+        for seconds, _, index, ways, mesh in sorted(candidates):
+            best = sorted(jobs.values(), key=attrgetter("seconds"))[:count]
+            if len(best) == count and _MARGIN * ratio * seconds > best[-1].seconds:
+                break
+            with suppress(InfeasibleError):
+                if mesh not in jobs:  # with less memory it would be slower
+                    jobs[mesh] = self.plan_job(gpus, ways, batch, machine, evaluating, mesh, [training.memory_savings[index]])
+                    ratio = min(ratio, jobs[mesh].seconds / max(seconds, 1e-9))
+        if not jobs:
+            raise InfeasibleError(f"no mesh of {gpus} GPUs fits the memory of {machine.name} with a batch of {batch}")
+        return sorted(jobs.values(), key=attrgetter("minutes"))[:count]
+
+    def sent_gb(self, job: Job, machine: Machine) -> dict[str, float]:
+        """Return the GB that a rank sends in a step of ``job`` over each axis of its mesh."""
+        replicas, overrides = job.mesh.get("replicate", 1), (*job.overrides, *job.fit.memory_savings)
+        machines = {axis: _OneAxis(**vars(machine), mesh=job.mesh, axis=axis) for axis in job.mesh}
+        args = job.ways, replicas, job.batch // replicas
+        return {axis: self.mean_step(*args, each, overrides).step.sent / 1e9 for axis, each in machines.items()}
 
     @cached_property
     def slowdown(self) -> float:
@@ -319,27 +386,20 @@ class _PipelineStep:
     ) -> None:  # fmt: skip
         self.machine, self.micro_batches, self.planner = machine, count, planner
         self.within, self.ranks = ways * planner.fixed_processes(overrides), planner.fixed_axes(overrides)["pipeline"]
-        cfg, depth = planner.settings(*overrides), planner.training.depth
-        self.stage_count = planner.training.stage_count(cfg)
-        layers = 0 if depth is None else attrgetter(depth)(cfg)
-        self.layers = balanced_split(layers, self.stage_count)
-        recorded = [n * self.stage_count for n in planner.training.recorded_layers]
-        depths: list[Overrides] = [(f"{depth}={n}",) for n in recorded] if layers > recorded[-1] else [()]
-        self.recorded = {
-            rank: [planner.record_steps(ways, replicas, micro_batch, (*overrides, *more), rank, count)[0][1] for more in depths]
-            for rank in sorted({0, 1, self.ranks - 1})
-        }
-        self.orders = self.recorded[0][0].orders
+        self.stage_count = planner.training.stage_count(planner.settings(*overrides))
+        self.models, self.weights = planner.shallow_models(overrides, self.stage_count)
+        self._record = lambda rank, model: planner.record_steps(  # once
+            ways, replicas, micro_batch, (*overrides, *model), rank if rank in (0, self.ranks - 1) else 1, count
+        )[0][1]
+        self.orders = self._record(0, self.models[0]).orders
         self.stages_of = [sorted({stage for _, stage, _ in order}) for order in self.orders]
         self.rank_of = [next(rank for rank, own in enumerate(self.stages_of) if stage in own) for stage in range(self.stage_count)]
         self.costs = {stage: self._stage_cost(rank, self.stages_of[rank].index(stage)) for stage, rank in enumerate(self.rank_of)}
 
-    def _interpolate(self, function: Callable[[Recorded], Sequence[float]], rank: int, layers: float) -> np.ndarray:
-        """Return ``function`` of a rank with ``layers`` layers in each stage, on the line through the recorded depths."""
-        values = [np.array(function(recorded)) for recorded in self.recorded[rank if rank in self.recorded else 1]]
-        few, more = self.planner.training.recorded_layers
-        factor = (layers - few) / (more - few)
-        return values[0] if len(values) == 1 else values[0] + (values[1] - values[0]) * factor
+    def _interpolate(self, function: Callable[[Recorded], Sequence[float]], rank: int, stages: Sequence[int]) -> Any:
+        """Return ``function`` of a rank, the mean over ``stages``, from that of the recorded models."""
+        weights = np.mean([self.weights[stage] for stage in stages], axis=0)
+        return sum(w * np.array(function(self._record(rank, model))) for w, model in zip(weights, self.models) if w)
 
     def _stage_cost(self, rank: int, index: int) -> "_StageCost":
         def numbers(recorded: Recorded) -> list[float]:
@@ -350,7 +410,7 @@ class _PipelineStep:
                 *memory, stage.saved_bytes, stage.gradient_bytes, stage.input_bytes, stage.output_bytes,
             ]  # fmt: skip
 
-        values, size = self._interpolate(numbers, rank, self.layers[self.stages_of[rank][index]]).tolist(), len(fields(Cost))
+        values, size = self._interpolate(numbers, rank, [self.stages_of[rank][index]]).tolist(), len(fields(Cost))
         return _StageCost(Cost(*values[:size]), Cost(*values[size : 2 * size]), tuple(values[2 * size : -2]), *values[-2:])
 
     def _step_cost(self, rank: int) -> tuple[Cost, float, float]:
@@ -360,8 +420,7 @@ class _PipelineStep:
             record = recorded.record
             return [*vars(estimate_cost(record.events, self.machine)).values(), record.before, record.peak - record.before]
 
-        layers = np.mean([self.layers[stage] for stage in self.stages_of[rank]])
-        *values, held, additional = self._interpolate(numbers, rank, float(layers)).tolist()
+        *values, held, additional = self._interpolate(numbers, rank, self.stages_of[rank]).tolist()
         return Cost(*values), held, additional
 
     def _pass_cost(self, kind: str, stage: int) -> Cost:
@@ -375,8 +434,8 @@ class _PipelineStep:
         return (0.0, 0.0) if ranks[0] == ranks[1] else self.machine.communication_time("send", int(self.costs[0].sent), ranks)
 
     def fit(self) -> Fit:
-        last, cost = self.stage_count - 1, cache(self._pass_cost)
-        ready = simulate_schedule(
+        last, cost, of_axis = self.stage_count - 1, cache(self._pass_cost), isinstance(self.machine, _OneAxis)
+        ready = [0.0] * self.ranks if of_axis else simulate_schedule(
             self.orders, last, lambda kind, stage: cost(kind, stage).seconds, lambda *stages: self._transfer(*stages)[0]
         )
         steps, peaks, held_bytes = [], [], []
@@ -394,7 +453,7 @@ class _PipelineStep:
             buffers = self.micro_batches * sum(cost.given + cost.sent for cost in costs.values())  # torch's
             peaks.append(held + buffers + max(extra, peak_memory(order, {stage: cost.bytes for stage, cost in costs.items()})))
             held_bytes.append(held + buffers)
-        return Fit(max(steps, key=attrgetter("seconds")), max(peaks), (), max(held_bytes))
+        return Fit(max(steps, key=attrgetter("sent" if of_axis else "seconds")), max(peaks), (), max(held_bytes))
 
 
 class _StageCost(NamedTuple):
@@ -406,6 +465,21 @@ class _StageCost(NamedTuple):
     """the arguments of ``hpcai.plan.pipeline_schedule.peak_memory``"""
     given: float
     sent: float
+
+
+@dataclass(frozen=True)
+class _OneAxis(Machine):
+    """A machine that counts the bytes sent over one axis of a mesh. Experts are sent by all-to-all over replicas."""
+
+    mesh: Any = None
+    axis: str = ""
+
+    def communication_time(self, name: str, size: int, ranks: Sequence[int]) -> tuple[float, float]:
+        seconds, sent = super().communication_time(name, size, ranks)
+        sizes = accumulate((self.mesh.get(axis, 1) for axis in AXES[-2:0:-1]), operator.mul)
+        spans = (axis for axis, size in zip(AXES[-2:0:-1], sizes) if max(ranks) - min(ranks) < size)
+        axis = next(spans, "expert" if name == "all-to-all" else "replicate")
+        return seconds, sent if axis == self.axis else 0.0
 
 
 def _has_setting(schema: Any, key: str) -> bool:

@@ -1,9 +1,10 @@
 """Declaration of a training to plan: ``apps/<name>/plan.py`` has a class ``Plan``, a ``PlannedTraining``."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ from hpcai.cli.benchmarks import Workload, read_published
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
 from hpcai.parallel.pipeline import Pipeline
+from hpcai.plan.machines import Machine
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,18 @@ class PlannedTraining:
     def stage_count(self, cfg: Any) -> int:
         """Return the total number of pipeline stages."""
         return int(getattr(cfg.mesh, "pipeline", 1))
+
+    def layer_kinds(self, cfg: Any) -> Sequence[tuple[Sequence[str], Collection[int]]]:
+        """Return the kinds of the repeated layers: overrides with which all layers are of it, and which of them are of it."""
+        return [((), range(attrgetter(str(self.depth))(cfg)))]
+
+    def meshes(self, cfg: Any, gpus: int, machine: Machine) -> Iterator[dict[str, int]]:
+        """Yield the sizes of the axes of the meshes that a search compares."""
+        raise ConfigError("this app has no meshes to search; set them by --ways and key=value words, without --search")
+
+    def estimate(self, cfg: Any, gpus: int, machine: Machine) -> tuple[float, float]:
+        """Return rough seconds of a step and bytes of memory, which decide in a search what is recorded first, and what is not."""
+        return 0.0, 0.0
 
     def read_settings(self, cfg: Any) -> None:
         """Derive ``samples``, ``source`` and ``evaluation`` from the settings, if they describe another training."""

@@ -10,13 +10,14 @@ import apps.llm.benchmarks as llm
 from apps.openfold.benchmarks import Benchmark
 from hpcai.cli import apps, main
 from hpcai.cli.plan import print_tables
-from hpcai.cli.plan.planner import Planner
+from hpcai.cli.plan.planner import InfeasibleError, Planner, _scale_events
 from hpcai.cli.plan.training import Evaluation, find_training
 from hpcai.errors import ConfigError
 from hpcai.plan.machines import find_machine as machine
 from tests.reference_data import load_json
 
 TINY = [*Benchmark().tiny, "model.template=null", "features.templates=0", "features.recycles=0"]
+EXPERTS = "{count: 4, top_k: 2, inner: 64, dense_layers: [0]}"
 PLANNED = ["cosmoflow", "deepcam", "llm", "openfold", "unet3d"]
 
 
@@ -105,8 +106,8 @@ def test_the_command_prints_table_and_json(
 
 @pytest.mark.parametrize(
     ("ways", "override"),
-    [(1, "lora=null"), pytest.param(2, "model.recompute=layers", marks=pytest.mark.claim)],
-    ids=["full", "sharded"],
+    [(1, "lora=null"), pytest.param(2, "model.recompute=layers", marks=pytest.mark.claim), (1, f"model.experts={EXPERTS}")],
+    ids=["full", "sharded", "experts"],
 )
 def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, override: str) -> None:
     # With tiny buckets each parameter is reduced alone, so the number of collectives grows with the layers.
@@ -115,11 +116,48 @@ def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, override
     full.training.depth = None
     plans = (planner.mean_step(ways, 4, 1, machine("h100"), (override, "step.accumulate=1")) for planner in (reduced, full))
     (step, peak, *_), (full_step, full_peak, *_) = plans
+    error = 5e-3 if "experts" in override else 1e-9  # a model of dense layers has no metrics of routers
     for part in ("compute_bound", "memory_bound", "launches", "sent", "messages"):
-        assert getattr(step, part) == pytest.approx(getattr(full_step, part), rel=1e-9)
+        assert getattr(step, part) == pytest.approx(getattr(full_step, part), rel=error)
     assert full_step.memory_bound > 0 and full_step.messages > 30
-    assert peak == pytest.approx(full_peak, rel=1e-9) and step.seconds == pytest.approx(full_step.seconds, rel=1e-2)
+    assert peak == pytest.approx(full_peak, rel=error) and step.seconds == pytest.approx(full_step.seconds, rel=1e-2)
     assert any("model.layers=4" in key[3] for key in reduced._recorded) and len(full._recorded) == 1
+
+
+def test_a_recording_scales_to_more_replicas() -> None:
+    planner = Planner("llm", [*llm.Benchmark().tiny, "lora=null", "step.bucket_mb=0.1"])
+    few, more = (planner.record_steps(1, n, 1, (), micro_batches=2)[0][1].record.events for n in (8, 32))
+    assert few != more == _scale_events(few, 1, 8, 32)
+
+
+def test_expert_parallelism_is_recorded_with_all_replicas() -> None:
+    planner = Planner("llm", [*llm.Benchmark().tiny, "lora=null", f"model.experts={EXPERTS}", "mesh.expert=4", "data.batch=16"])
+    job, h100 = planner.plan_job(16, 1, 16, machine("h100")), machine("h100")
+    sent = planner.sent_gb(job, h100)
+    assert dict(job.mesh) == {"expert": 4, "replicate": 16} and sum(sent.values()) == pytest.approx(job.fit.step.sent / 1e9)
+    rows, width, mixtures, ranks = 128 * 2, 64, 1, 4
+    assert sent["expert"] == pytest.approx(3 / 4 * mixtures * (4 * 2 * rows * width + 8 * ranks) / 1e9)
+    with pytest.raises(InfeasibleError, match="2 replicas do not divide into groups of 4"):
+        planner.plan_job(2, 1, 16, h100)
+
+
+def test_a_search_finds_the_fastest_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [*llm.Benchmark().tiny, "lora=null", f"model.experts={EXPERTS}", "data.batch=8"]
+    planner, h100 = Planner("llm", settings), machine("h100", gpus_per_node=2)
+    every = {}
+    for sizes in planner.training.meshes(planner.settings(), 2, h100):
+        overrides = tuple(f"mesh.{axis}={size}" for axis, size in sizes.items())
+        every[overrides] = planner.plan_job(2, sizes["tensor"], 8, h100, overrides=overrides).minutes
+    assert len(every) == 5  # one axis at a time, or none
+    jobs = planner.search_meshes(2, h100, count=2)
+    assert jobs[0].minutes == every[tuple(jobs[0].overrides)] == min(every.values()) and jobs[1].minutes > jobs[0].minutes
+    with pytest.raises(InfeasibleError, match=r"no mesh of 2 GPUs fits the memory of h100 with a batch of 8"):
+        planner.search_meshes(2, replace(h100, capacity=1.0))
+    plan = run_plan(capsys, "llm", *settings, "--gpus", "2", "--search", "--slower", "1")
+    print_tables(plan)
+    assert "over each axis" in capsys.readouterr().out and plan["jobs"]["2"][0]["mesh"] == dict(jobs[0].mesh)
+    assert main(["plan", "cosmoflow", "--gpus", "2", "--search", "--slower", "1"]) == 2
+    assert "this app has no meshes to search" in capsys.readouterr().err
 
 
 def test_a_model_too_large_for_one_gpu_is_evaluated_by_all() -> None:

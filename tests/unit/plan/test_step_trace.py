@@ -17,9 +17,12 @@ from hpcai.dist.collectives import ReduceScatter, all_gather, all_gather_object,
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.kernels import triton_support
+from hpcai.kernels.varlen_attention import varlen_attention
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, device_cache, parallelize
 from hpcai.models.openfold.evoformer import Masks
 from hpcai.nn.deferred_init import deferred
+from hpcai.nn.moe import Experts, MoE, Router
+from hpcai.parallel.expert import expert_parallel
 from hpcai.plan.machines import find_machine
 from hpcai.plan.step_trace import FLOP_FORMULAS, Communication, Kernel, StepTracer, Wait, traced_job
 
@@ -140,6 +143,35 @@ def test_a_traced_block_sends_the_bytes_of_the_formula(ranks: int) -> None:
     machine, events = find_machine("h100"), [event for event in trace.events if isinstance(event, Communication)]
     sent = [machine.communication_time(event.name, event.bytes, event.ranks)[1] for event in events]
     assert len(sent) == 24 and sum(sent) == 2 * 4 * count_sent_elements(cfg, sequences, residues, ranks)
+
+
+def test_experts_compute_their_rows_and_send_them() -> None:
+    ranks, tokens, width, inner, experts, top_k = 4, 32, 64, 128, 8, 2
+    with traced_job(8) as tracer:
+        mesh = Mesh({"replicate": 8, "expert": ranks}, 8)
+        with deferred(0):
+            layer = MoE(Router(width, experts, top_k), Experts(width, inner, experts))
+        expert_parallel(layer, mesh)
+        with tracer.fake_tensors(), torch.autocast("cpu", torch.bfloat16):
+            x, layer = torch.empty(1, tokens, width, dtype=torch.bfloat16, requires_grad=True), tracer.materialize(layer)
+            with tracer.record() as trace:
+                layer(x).sum().backward()
+    rows = tokens * top_k  # of a balanced load
+    products = [event.flops for event in trace.events if isinstance(event, Kernel) and event.name == "_grouped_mm"]
+    assert products == [2 * rows * width * inner] * 3 * 3
+    sent = [(event.bytes, event.ranks) for event in trace.events if isinstance(event, Communication)]
+    assert sent == [(8 * experts, (0, 1, 2, 3))] + [(2 * rows * width, (0, 1, 2, 3))] * 4
+
+
+@pytest.mark.parametrize(("window", "attended"), [(None, 16), (4, 4)])
+def test_the_flop_of_packed_attention_are_those_of_its_window(window: int | None, attended: int) -> None:
+    with traced_job(1) as tracer, tracer.fake_tensors():
+        q, k, documents = torch.empty(2, 4, 16, 8), torch.empty(2, 2, 16, 8), torch.zeros(2, 16, dtype=torch.int64)
+        q, k = (x.bfloat16().requires_grad_() for x in (q, k))
+        with tracer.record() as trace:
+            varlen_attention(q, k, k, documents, window).sum().backward()
+    scores = 2 * 4 * attended * (16 - attended / 2)
+    assert sum(event.flops for event in trace.events if isinstance(event, Kernel)) == (2 + 5) * 2 * 8 * scores
 
 
 def test_a_trace_leaves_no_state() -> None:
