@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.dist.collectives import get_backend
@@ -23,6 +24,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.kernels.causal_attention import decode_attention
 from hpcai.models.llm.config import SamplingConfig
 from hpcai.models.llm.gathered import (
+    Override,
     active_pipeline,
     gather_overrides,
     local_attention,
@@ -35,6 +37,8 @@ from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
 from hpcai.nn.lm_head import LMHead
 from hpcai.parallel.pipeline import Pipeline
 
+_MANY = 32  # tokens that save more time than copies of weights take
+_COPIES = 1 << 29  # bytes of these copies, at most
 _BLOCK = 128  # cache entries that the first captured step attends to; each further one attends to twice as many
 
 
@@ -82,6 +86,8 @@ class Generation(Iterator[list[int | None]]):
         for attention in local_attentions(model):
             cached = _CachedAttention(self.cache, local_attention(attention))
             self._overrides += [(attention, "update_cache", cached.update), (attention, "core_attention", cached)]
+        if device.type == "cpu" and self.max_tokens >= _MANY and not self._autocast["enabled"]:
+            self._overrides += _copy_weights(model)
         _open.add(self)
 
     def __next__(self) -> list[int | None]:
@@ -114,7 +120,8 @@ class Generation(Iterator[list[int | None]]):
     # ---- steps
 
     def _launch(self) -> None:
-        with torch.no_grad(), torch.cuda.device(self.last_tokens.device) if self._lookahead else nullcontext():
+        # On a CPU inference mode saves a fifth of the time of starting operations.
+        with torch.no_grad(), torch.cuda.device(self.last_tokens.device) if self._lookahead else torch.inference_mode():
             (self._decode if self.launched else self._prefill)()
         self.launched += 1
         if not self._lookahead:
@@ -280,6 +287,46 @@ class _CachedAttention(CausalAttention):
         if q.shape[2] == k.shape[2]:
             return super().forward(q, k, v, documents, sinks)
         return decode_attention(q, k, v, self.cache.window_mask(self.window), self.softcap, sinks)
+
+
+class _FusedLinear:
+    """The outputs of linear layers with the same input, by one product with copies of their weights."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self.weight = _column_major(torch.cat([linear.weight for linear in linears]))
+        self.bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+        self.sizes = [linear.out_features for linear in linears]
+
+    def __call__(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
+
+
+@torch.no_grad()
+def _copy_weights(model: LLM) -> list[Override]:
+    """Return overrides by copies of weights. A CPU multiplies few tokens with a column-major matrix of more outputs than inputs in
+    half of the time. Weights that are sharded, quantized or adapted are left out."""
+    overrides, left = list[Override](), _COPIES
+    is_fully_sharded = any(hasattr(part, "unshard") for part in model.modules())
+    for part in model.modules() if not is_fully_sharded else ():
+        linears: Any = [part] if isinstance(part, LMHead) else getattr(part, "first_layers", ())
+        size, outputs = sum(x.weight.nbytes for x in linears), sum(x.out_features for x in linears)
+        if size > left or not all(map(_is_plain, linears)) or not linears or outputs <= linears[0].in_features:
+            continue
+        left -= size
+        if isinstance(part, LMHead):
+            overrides.append((part, "weight", nn.Parameter(_column_major(part.weight), requires_grad=False)))
+        else:
+            overrides.append((part, "fused_linear", _FusedLinear(linears)))
+    return overrides
+
+
+def _column_major(weight: Tensor) -> Tensor:
+    return weight.t().contiguous().t()
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    is_wide = linear.weight.dtype in (torch.float32, torch.float64) and linear.weight.device.type == "cpu"
+    return is_wide and type(linear) in (nn.Linear, LMHead) and not linear._forward_hooks
 
 
 def _keep_last_token(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -75,6 +75,24 @@ def test_cache_and_capture_change_no_token(kind: str, cfg: SamplingConfig, monke
     assert alone == expected
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_copies_of_weights_change_no_token_and_are_gone_afterwards(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, counts = model_of(kind), []
+    state, expected = dict(model.named_parameters()), complete(model, PROMPTS, GREEDY)
+    for adapted, limit in ((False, 1 << 29), (True, 1 << 29), (False, model.lm_head.weight.nbytes - 1)):
+        layer: Any = model.model.layers[0]
+        hook = layer.mlp.up_proj.register_forward_hook(lambda *_: None) if adapted else None
+        monkeypatch.setattr(generation, "_MANY", 1)
+        monkeypatch.setattr(generation, "_COPIES", limit)
+        texts = generate(model, PROMPTS, GREEDY)
+        counts.append(sum(name in ("fused_linear", "weight") for _, name, _ in texts._overrides))
+        assert [list(row) for row in zip(*texts)] == expected
+        if hook is not None:
+            hook.remove()
+        assert all(parameter is state[name] for name, parameter in model.named_parameters()) and not texts._overrides
+    assert counts[:2] == [5, 4] and counts[2] < 2
+
+
 def test_the_caller_can_end_a_text() -> None:
     texts, rows = generate(model_of("llama"), PROMPTS, GREEDY), []
     for row in texts:
