@@ -60,8 +60,6 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softc
     if softcap is not None or sinks is not None:
         mask = torch.ones(1, k.shape[2], dtype=torch.bool, device=q.device) if mask is None else mask
         return _attend(q, k, v, mask, softcap, sinks)
-    if k.shape[1] == q.shape[1]:
-        return F.scaled_dot_product_attention(q, k, v, mask)
     grouped = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # query heads of one KV head, in place of tokens
     return F.scaled_dot_product_attention(grouped, k, v, mask).flatten(1, 2).unsqueeze(2)
 

@@ -32,7 +32,7 @@ from hpcai.models.llm.gathered import (
     local_modules,
     override_attributes,
 )
-from hpcai.models.llm.model import LLM, CausalAttention, depends_on_length
+from hpcai.models.llm.model import LLM, MLP, CausalAttention, GatedMLP, depends_on_length
 from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
 from hpcai.nn.lm_head import LMHead
 from hpcai.parallel.pipeline import Pipeline
@@ -86,7 +86,8 @@ class Generation(Iterator[list[int | None]]):
         for attention in local_attentions(model):
             cached = _CachedAttention(self.cache, local_attention(attention))
             self._overrides += [(attention, "update_cache", cached.update), (attention, "core_attention", cached)]
-        if device.type == "cpu" and self.max_tokens >= _MANY and not self._autocast["enabled"]:
+        self._on_cpu = device.type == "cpu" and not _is_fully_sharded(model)  # whose weights would stay in inference mode
+        if self._on_cpu and self.max_tokens >= _MANY and not self._autocast["enabled"]:
             self._overrides += _copy_weights(model)
         _open.add(self)
 
@@ -120,8 +121,8 @@ class Generation(Iterator[list[int | None]]):
     # ---- steps
 
     def _launch(self) -> None:
-        # On a CPU inference mode saves a fifth of the time of starting operations.
-        with torch.no_grad(), torch.cuda.device(self.last_tokens.device) if self._lookahead else torch.inference_mode():
+        device = torch.cuda.device(self.last_tokens.device) if self._lookahead else nullcontext()
+        with torch.no_grad(), torch.inference_mode() if self._on_cpu else device:
             (self._decode if self.launched else self._prefill)()
         self.launched += 1
         if not self._lookahead:
@@ -289,44 +290,30 @@ class _CachedAttention(CausalAttention):
         return decode_attention(q, k, v, self.cache.window_mask(self.window), self.softcap, sinks)
 
 
-class _FusedLinear:
-    """The outputs of linear layers with the same input, by one product with copies of their weights."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.weight = _column_major(torch.cat([linear.weight for linear in linears]))
-        self.bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-        self.sizes = [linear.out_features for linear in linears]
-
-    def __call__(self, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-        return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
-
-
 @torch.no_grad()
 def _copy_weights(model: LLM) -> list[Override]:
-    """Return overrides by copies of weights. A CPU multiplies few tokens with a column-major matrix of more outputs than inputs in
-    half of the time. Weights that are sharded, quantized or adapted are left out."""
+    """Return overrides by copies of weights, of layers with the same input in one. A CPU multiplies few tokens with a column-major
+    matrix of more outputs than inputs in half of the time. Weights that are sharded, quantized or adapted are left out."""
     overrides, left = list[Override](), _COPIES
-    is_fully_sharded = any(hasattr(part, "unshard") for part in model.modules())
-    for part in model.modules() if not is_fully_sharded else ():
-        linears: Any = [part] if isinstance(part, LMHead) else getattr(part, "first_layers", ())
-        size, outputs = sum(x.weight.nbytes for x in linears), sum(x.out_features for x in linears)
-        if size > left or not all(map(_is_plain, linears)) or not linears or outputs <= linears[0].in_features:
+    for part in model.modules():
+        linears: Any = [part] if isinstance(part, LMHead) else [part.up_proj] if isinstance(part, MLP) else []
+        linears = [part.gate_proj, part.up_proj] if isinstance(part, GatedMLP) else getattr(part, "first_layers", linears)
+        is_plain = all(type(x) in (nn.Linear, LMHead) and x.weight.itemsize >= 4 and not x._forward_hooks for x in linears)
+        size, sizes = sum(x.weight.nbytes for x in linears), [x.out_features for x in linears]
+        if not linears or not is_plain or size > left or sum(sizes) <= linears[0].in_features:
             continue
         left -= size
-        if isinstance(part, LMHead):
-            overrides.append((part, "weight", nn.Parameter(_column_major(part.weight), requires_grad=False)))
+        weight = torch.cat([x.weight.t() for x in linears], 1).t()
+        if len(linears) == 1:
+            overrides.append((linears[0], "weight", nn.Parameter(weight, requires_grad=False)))
         else:
-            overrides.append((part, "fused_linear", _FusedLinear(linears)))
+            bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
+            overrides.append((part, "fused_linear", lambda x, *_, w=weight, b=bias, n=sizes: F.linear(x, w, b).split(n, -1)))
     return overrides
 
 
-def _column_major(weight: Tensor) -> Tensor:
-    return weight.t().contiguous().t()
-
-
-def _is_plain(linear: nn.Linear) -> bool:
-    is_wide = linear.weight.dtype in (torch.float32, torch.float64) and linear.weight.device.type == "cpu"
-    return is_wide and type(linear) in (nn.Linear, LMHead) and not linear._forward_hooks
+def _is_fully_sharded(model: LLM) -> bool:
+    return any(hasattr(part, "unshard") for part in model.modules())
 
 
 def _keep_last_token(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -336,7 +323,7 @@ def _keep_last_token(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _can_capture(model: LLM, pipeline: Pipeline | None, device: torch.device) -> bool:
     """Whether steps can be captured on this device."""
-    if device.type != "cuda" or pipeline is not None or any(hasattr(part, "unshard") for part in model.modules()):  # fully sharded
+    if device.type != "cuda" or pipeline is not None or _is_fully_sharded(model):
         return False
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]
     return all(get_backend(device, axis) in ("nccl", "none") for axis in axes)

@@ -152,13 +152,8 @@ class GatedMLP(nn.Module):
         self.activation = swiglu if cfg.feed == "swiglu" else _geglu
         self.fused_linear: Any = fused_linear  # seam of generation
 
-    @property
-    def first_layers(self) -> tuple[nn.Linear, ...]:
-        """The linear layers of the input."""
-        return self.gate_proj, self.up_proj
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(cheap(self.activation, *self.fused_linear(x, *self.first_layers)))
+        return self.down_proj(cheap(self.activation, *self.fused_linear(x, self.gate_proj, self.up_proj)))
 
 
 class MLP(nn.Module):
@@ -169,15 +164,9 @@ class MLP(nn.Module):
         bias = cfg.has_bias("mlp")
         self.up_proj, self.down_proj = nn.Linear(cfg.width, cfg.inner, bias), nn.Linear(cfg.inner, cfg.width, bias)
         self.activation = gelu if cfg.feed == "gelu" else F.gelu
-        self.fused_linear: Any = fused_linear  # seam of generation
-
-    @property
-    def first_layers(self) -> tuple[nn.Linear, ...]:
-        """The linear layers of the input."""
-        return (self.up_proj,)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(cheap(self.activation, *self.fused_linear(x, *self.first_layers)))
+        return self.down_proj(cheap(self.activation, self.up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -345,6 +334,7 @@ def rotary_frequencies(
 
 
 @cache
+@torch.inference_mode(False)
 def _cached_frequencies(cfg: RotaryConfig, dim: int) -> Tensor:
     """Compute frequencies once: they take up to a twelfth of the time of a decode step of a small model."""
     return rotary_frequencies(cfg, dim, "cpu")

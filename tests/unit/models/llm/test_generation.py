@@ -80,8 +80,7 @@ def test_copies_of_weights_change_no_token_and_are_gone_afterwards(kind: str, mo
     model, counts = model_of(kind), []
     state, expected = dict(model.named_parameters()), complete(model, PROMPTS, GREEDY)
     for adapted, limit in ((False, 1 << 29), (True, 1 << 29), (False, model.lm_head.weight.nbytes - 1)):
-        layer: Any = model.model.layers[0]
-        hook = layer.mlp.up_proj.register_forward_hook(lambda *_: None) if adapted else None
+        hook = model.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(lambda *_: None) if adapted else None
         monkeypatch.setattr(generation, "_MANY", 1)
         monkeypatch.setattr(generation, "_COPIES", limit)
         texts = generate(model, PROMPTS, GREEDY)
@@ -91,6 +90,7 @@ def test_copies_of_weights_change_no_token_and_are_gone_afterwards(kind: str, mo
             hook.remove()
         assert all(parameter is state[name] for name, parameter in model.named_parameters()) and not texts._overrides
     assert counts[:2] == [5, 4] and counts[2] < 2
+    model(torch.tensor([PROMPTS[2]]), torch.tensor([PROMPTS[2]])).sum().backward()  # no state is left in inference mode
 
 
 def test_the_caller_can_end_a_text() -> None:
