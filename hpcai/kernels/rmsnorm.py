@@ -80,7 +80,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _rstd(x: Tensor, eps: float, wide: torch.dtype, out: Tensor | None = None) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide, out=out)
-    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return norm.mul_(norm).div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _chunks(rows: Tensor, *others: Tensor) -> Any:

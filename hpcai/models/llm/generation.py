@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.dist.collectives import get_backend
@@ -23,6 +24,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.kernels.causal_attention import decode_attention
 from hpcai.models.llm.config import SamplingConfig
 from hpcai.models.llm.gathered import (
+    Override,
     active_pipeline,
     gather_overrides,
     local_attention,
@@ -30,11 +32,13 @@ from hpcai.models.llm.gathered import (
     local_modules,
     override_attributes,
 )
-from hpcai.models.llm.model import LLM, CausalAttention, depends_on_length
+from hpcai.models.llm.model import LLM, MLP, CausalAttention, GatedMLP, depends_on_length
 from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
 from hpcai.nn.lm_head import LMHead
 from hpcai.parallel.pipeline import Pipeline
 
+_MANY = 32  # tokens that save more time than copies of weights take
+_COPIES = 1 << 29  # bytes of these copies, at most
 _BLOCK = 128  # cache entries that the first captured step attends to; each further one attends to twice as many
 
 
@@ -82,6 +86,9 @@ class Generation(Iterator[list[int | None]]):
         for attention in local_attentions(model):
             cached = _CachedAttention(self.cache, local_attention(attention))
             self._overrides += [(attention, "update_cache", cached.update), (attention, "core_attention", cached)]
+        self._on_cpu = device.type == "cpu" and not _is_fully_sharded(model)  # whose weights would stay in inference mode
+        if self._on_cpu and self.max_tokens >= _MANY and not self._autocast["enabled"]:
+            self._overrides += _copy_weights(model)
         _open.add(self)
 
     def __next__(self) -> list[int | None]:
@@ -114,7 +121,8 @@ class Generation(Iterator[list[int | None]]):
     # ---- steps
 
     def _launch(self) -> None:
-        with torch.no_grad(), torch.cuda.device(self.last_tokens.device) if self._lookahead else nullcontext():
+        device = torch.cuda.device(self.last_tokens.device) if self._lookahead else nullcontext()
+        with torch.no_grad(), torch.inference_mode() if self._on_cpu else device:
             (self._decode if self.launched else self._prefill)()
         self.launched += 1
         if not self._lookahead:
@@ -282,6 +290,32 @@ class _CachedAttention(CausalAttention):
         return decode_attention(q, k, v, self.cache.window_mask(self.window), self.softcap, sinks)
 
 
+@torch.no_grad()
+def _copy_weights(model: LLM) -> list[Override]:
+    """Return overrides by copies of weights, of layers with the same input in one. A CPU multiplies few tokens with a column-major
+    matrix of more outputs than inputs in half of the time. Weights that are sharded, quantized or adapted are left out."""
+    overrides, left = list[Override](), _COPIES
+    for part in model.modules():
+        linears: Any = [part] if isinstance(part, LMHead) else [part.up_proj] if isinstance(part, MLP) else []
+        linears = [part.gate_proj, part.up_proj] if isinstance(part, GatedMLP) else getattr(part, "first_layers", linears)
+        is_plain = all(type(x) in (nn.Linear, LMHead) and x.weight.itemsize >= 4 and not x._forward_hooks for x in linears)
+        size, sizes = sum(x.weight.nbytes for x in linears), [x.out_features for x in linears]
+        if not linears or not is_plain or size > left or sum(sizes) <= linears[0].in_features:
+            continue
+        left -= size
+        weight = torch.cat([x.weight.t() for x in linears], 1).t()
+        if len(linears) == 1:
+            overrides.append((linears[0], "weight", nn.Parameter(weight, requires_grad=False)))
+        else:
+            bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
+            overrides.append((part, "fused_linear", lambda x, *_, w=weight, b=bias, n=sizes: F.linear(x, w, b).split(n, -1)))
+    return overrides
+
+
+def _is_fully_sharded(model: LLM) -> bool:
+    return any(hasattr(part, "unshard") for part in model.modules())
+
+
 def _keep_last_token(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Drop all hidden states but the last: the logits of a long prompt would be the largest tensor, and only the last are used."""
     return (args[0][:, -1:], *args[1:])
@@ -289,7 +323,7 @@ def _keep_last_token(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _can_capture(model: LLM, pipeline: Pipeline | None, device: torch.device) -> bool:
     """Whether steps can be captured on this device."""
-    if device.type != "cuda" or pipeline is not None or any(hasattr(part, "unshard") for part in model.modules()):  # fully sharded
+    if device.type != "cuda" or pipeline is not None or _is_fully_sharded(model):
         return False
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]
     return all(get_backend(device, axis) in ("nccl", "none") for axis in axes)

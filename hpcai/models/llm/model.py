@@ -64,6 +64,7 @@ class Attention(nn.Module):
         # Seam: context parallelism replaces it.
         self.core_attention: nn.Module = CausalAttention(cfg.layer_window(layer), cfg.attention_softcap)
         self.update_cache: Any = None  # seam of generation: k, v of new tokens -> k, v of all
+        self.fused_linear: Any = fused_linear  # seam of generation
 
     def _add_projections(self, cfg: LLMConfig) -> None:
         self.q_proj = nn.Linear(cfg.width, cfg.heads * cfg.head_dim, cfg.has_bias("qkv"))
@@ -97,7 +98,7 @@ class Attention(nn.Module):
         return *apply_rotary(q, k, *rotary), v  # not ``cheap``: nothing else saves its inputs
 
     def forward(self, x: Tensor, rotary: Rotary, documents: Tensor | None = None) -> Tensor:
-        q, k, v = self._heads(fused_linear(x, *self.first_layers), rotary[self.rotary_index] if rotary else None)
+        q, k, v = self._heads(self.fused_linear(x, *self.first_layers), rotary[self.rotary_index] if rotary else None)
         q = q if self.scale is None else q * self.scale
         if self.update_cache is not None:
             k, v = self.update_cache(k, v)
@@ -149,9 +150,10 @@ class GatedMLP(nn.Module):
         self.gate_proj, self.up_proj = nn.Linear(cfg.width, inner, bias), nn.Linear(cfg.width, inner, bias)
         self.down_proj = nn.Linear(inner, cfg.width, bias)
         self.activation = swiglu if cfg.feed == "swiglu" else _geglu
+        self.fused_linear: Any = fused_linear  # seam of generation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(cheap(self.activation, *fused_linear(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(cheap(self.activation, *self.fused_linear(x, self.gate_proj, self.up_proj)))
 
 
 class MLP(nn.Module):
@@ -372,6 +374,7 @@ def rotary_frequencies(
 
 
 @cache
+@torch.inference_mode(False)
 def _cached_frequencies(cfg: RotaryConfig, dim: int) -> Tensor:
     """Compute frequencies once: they take up to a twelfth of the time of a decode step of a small model."""
     return rotary_frequencies(cfg, dim, "cpu")

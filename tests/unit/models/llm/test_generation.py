@@ -76,6 +76,23 @@ def test_cache_and_capture_change_no_token(kind: str, cfg: SamplingConfig, monke
     assert alone == expected
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_copies_of_weights_change_no_token_and_are_gone_afterwards(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, counts = model_of(kind), []
+    state, expected = dict(model.named_parameters()), complete(model, PROMPTS, GREEDY)
+    monkeypatch.setattr(generation, "_MANY", 1)
+    for adapted, limit in ((0, 1 << 29), (1, 1 << 29), (0, model.lm_head.weight.nbytes - 1)):
+        hook = model.get_submodule("model.layers.0.mlp.up_proj" if adapted else "model.norm").register_forward_hook(lambda *_: None)
+        monkeypatch.setattr(generation, "_COPIES", limit)
+        texts = generate(model, PROMPTS, GREEDY)
+        counts.append(sum(name in ("fused_linear", "weight") for _, name, _ in texts._overrides))
+        assert [list(row) for row in zip(*texts)] == expected
+        hook.remove()
+        assert all(parameter is state[name] for name, parameter in model.named_parameters()) and not texts._overrides
+    assert counts[:2] == [5, 4] and counts[2] < 2, "of two attentions, two feed-forward layers and the output layer"
+    model(torch.tensor([PROMPTS[2]]), torch.tensor([PROMPTS[2]])).sum().backward()  # no state is left in inference mode
+
+
 def test_the_caller_can_end_a_text() -> None:
     texts, rows = generate(model_of("llama"), PROMPTS, GREEDY), []
     for row in texts:
