@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import store
-from data_prep.extras import import_extra
-from hpcai.data.layout import read_npy_header
-from hpcai.errors import ConfigError, DataError, HpcaiError
+from hpcai.data.layout import parse_errors, read_npy_header
+from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import check_fields, check_relative, open_regular, read_regular
+from hpcai.lazy import import_optional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,7 +130,7 @@ def read_entries(path: Path, numbers: Sequence[int]) -> list[Entry]:
 def _tar_entries(path: Path) -> Iterator[Entry]:
     """Yield each sample with offset and size of its members. Raises DataError if the tar is damaged or truncated."""
     samples: dict[str, dict[str, list[int]]] = {}
-    try:
+    with parse_errors(path, REMEDY, "not a complete tar"):
         end = 0
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
@@ -149,8 +149,6 @@ def _tar_entries(path: Path) -> Iterator[Entry]:
             # tarfile accepts damage after the first member, or the end of the file, as the end of the archive.
             if (rest := file.read(512)) != bytes(512):
                 raise tarfile.ReadError("truncated" if not rest else f"the data at byte {end:,} is no member")
-    except Exception as problem:                # tarfile raises OverflowError and others for damaged headers
-        raise DataError(f"{path}: not a complete tar ({problem}); {REMEDY}") from problem
     for name, members in samples.items():
         yield {"name": name, "caption": "txt" in members, "members": members}
 
@@ -216,20 +214,18 @@ def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
 def _read_batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yield the batches of a table, each after the number of its first row, with those of ``columns`` that exist. Skipped parts of
     the memory-mapped stream are not read."""
-    arrow, ipc = (import_extra(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
-    try:
-        with open_regular(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
-            has, begin = stream.schema.names, 0
-            if missing := [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]:
-                raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
-            for batch in stream:
-                (selected := batch.select([name for name in columns if name in has])).validate(full=True)  # else it may crash
-                yield begin, selected
-                begin += batch.num_rows
-    except HpcaiError:
-        raise
-    except Exception as problem:                # Arrow's errors, OSError, and for some damage others
-        raise DataError(f"{path}: not a complete table ({str(problem)[:200]}); {REMEDY}") from problem
+    arrow, ipc = (import_optional(name, f"{path.suffix} of {path} needs", "latents") for name in ("pyarrow", "pyarrow.ipc"))
+    with (
+        parse_errors(path, REMEDY, "not a complete table"), open_regular(path), arrow.memory_map(str(path)) as mapped,
+        ipc.open_stream(mapped) as stream,
+    ):  # fmt: skip
+        has, begin = stream.schema.names, 0
+        if missing := [name for name in columns if name not in has and name in ("__key__", "mean", "logvar")]:
+            raise DataError(f"{path}: no column '{missing[0]}'; it has {', '.join(has)}: expected those of MLPerf's Flux.1")
+        for batch in stream:
+            (selected := batch.select([name for name in columns if name in has])).validate(full=True)  # else it may crash
+            yield begin, selected
+            begin += batch.num_rows
 
 
 def _load_npy(data: bytes, where: str) -> Array:
@@ -312,15 +308,14 @@ def _decode_image(sample: Sample) -> Array:
     from PIL import Image, ImageOps
 
     assert sample.image is not None
-    try:
-        with Image.open(io.BytesIO(sample.image), formats=("PNG", "JPEG", "WEBP")) as opened:  # of others, EPS starts Ghostscript
-            mode, image = opened.mode, ImageOps.exif_transpose(opened)
-            if image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255:
-                sample.over_white = True
-                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-            values = np.asarray(image.convert("RGB"))
-    except Exception as problem:                # Pillow's readers fail in a dozen ways
-        raise DataError(f"{sample.name}: cannot be read as an image ({problem}); {REMEDY}") from problem
+    formats = ("PNG", "JPEG", "WEBP")           # of others, EPS starts Ghostscript
+    reading = parse_errors(sample.name, REMEDY, "cannot be read as an image")
+    with reading, Image.open(io.BytesIO(sample.image), formats=formats) as opened:
+        mode, image = opened.mode, ImageOps.exif_transpose(opened)
+        if image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255:
+            sample.over_white = True
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        values = np.asarray(image.convert("RGB"))
     if mode[0] in "IF" or (sample.image.startswith(b"\x89PNG") and sample.image[24] > 8):  # Pillow drops the lower bits of RGB
         raise DataError(f"{sample.name}: pixels of more than 8 bits (mode {mode}); convert it to 8 bits")
     return values

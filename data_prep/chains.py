@@ -6,7 +6,6 @@ H hits of templates   P residue maps: a residue of the chain and a hit of it"""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -83,11 +82,6 @@ def chain_row(
         "hits": len(hits.row), "places": hits.residue_map.size, "hit_row": hits.row, "hit_sum_probs": hits.sum_probs,
         "hit_places": hits.residue_map,
     }  # fmt: skip
-
-
-def write(path: Path, samples: Sequence[dict[str, Any]], attributes: dict[str, Any]) -> None:
-    """Write a file of chains."""
-    store.write_rows(path, FIELDS, samples, attributes)
 
 
 def read(file: h5py.File, row: int) -> dict[str, Any]:

@@ -414,7 +414,8 @@ class DatasetBuilder:
 
 def check_index(prepared: PreparedDataset) -> list[str]:
     """Compare every file with index.json and the declared fields, and return the mistakes."""
-    from hpcai.cli.check import Options, check_dataset  # pydantic, which --help does not need
+    from hpcai.cli.check.examination import check_dataset  # pydantic, which --help does not need
+    from hpcai.cli.check.findings import Options
 
     rows = sum(entry["rows"] for _, entry, _ in prepared.files)
     outcome = check_dataset(prepared.out, Options(seconds=0))

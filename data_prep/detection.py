@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atmosphere import VARIABLES
-from data_prep.extras import import_extra
 from data_prep.sphere import DEGREE, RADIUS, Array, Grid, polar_coordinates
+from hpcai.lazy import import_optional
 
 CYCLONE, RIVER = 1, 2
 
@@ -44,7 +44,7 @@ SUBTROPICS = 20.0                                                 # degrees
 CYCLONE_DISTANCE = 6.0                                            # degrees
 MIN_LENGTH, MIN_ASPECT_RATIO, MIN_POLEWARD = 2.0e6, 2.0, 50.0     # m, 1, kg/m/s
 
-_ndimage = partial(import_extra, "scipy.ndimage", "finding cyclones and rivers", "deepcam")
+_ndimage = partial(import_optional, "scipy.ndimage", "finding cyclones and rivers needs", "deepcam")
 
 
 @dataclass(frozen=True)

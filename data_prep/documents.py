@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from data_prep import store
-from data_prep.extras import import_extra
+from hpcai.data.layout import parse_errors
 from hpcai.errors import DataError
 from hpcai.json_file import parse_object
+from hpcai.lazy import import_optional
 
 BLOCK = 1 << 20                                 # bytes
 MAX_LINE = 1 << 28                              # bytes
@@ -241,25 +242,20 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | Unusable]]:
 
 
 def _open_table(path: Path) -> Any:
-    parquet = import_extra("pyarrow.parquet", "Parquet", "llm")
-    try:
+    parquet = import_optional("pyarrow.parquet", "Parquet needs", "llm")
+    with parse_errors(path, REMEDY, "not a complete Parquet file"):
         return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
-    except Exception as problem:                # Arrow's errors, OSError, and for some damage others
-        raise DataError(f"{path}: not a complete Parquet file ({str(problem)[:200]}); {REMEDY}") from problem
 
 
 def _read_rows(piece: Piece, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    with _open_table(piece.path) as table:
+    with _open_table(piece.path) as table, parse_errors(piece.path, REMEDY, "cannot be read"):
         names = table.schema_arrow.names
         for name in columns:
             if name not in names:
                 raise DataError(f"{piece.path}: no column '{name}'; it has {', '.join(names)}: name one with --field")
         batches = table.iter_batches(TABLE_ROWS, row_groups=[*range(piece.begin, piece.end)], columns=list(columns))
-        try:
-            for batch in batches:
-                yield from batch.to_pylist()
-        except Exception as problem:            # Arrow's errors, OSError, and for some damage others
-            raise DataError(f"{piece.path}: cannot be read ({str(problem)[:200]}); {REMEDY}") from problem
+        for batch in batches:
+            yield from batch.to_pylist()
 
 
 # ---- sequences
@@ -323,7 +319,7 @@ def read_blocks(path: Path, begin: int = 0) -> Iterator[bytes]:
 
 def _read_zstd(file: IO[bytes], path: Path) -> Iterator[bytes]:
     """Yield the decompressed frames. The readers of zstandard would accept a truncated last frame."""
-    zstandard = import_extra("zstandard", "Zstandard", "llm")
+    zstandard = import_optional("zstandard", "Zstandard needs", "llm")
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, buffered = None, bytearray()
     while packed := file.read(_ZSTD_BLOCK):

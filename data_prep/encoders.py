@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_prep.extras import import_extra
+from hpcai.data.layout import parse_errors
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import read_object
+from hpcai.lazy import import_optional
 from hpcai.models.diffusion import VAE, VAEConfig, load_network
 from hpcai.nn.safetensors_files import read_weight_map
 
@@ -113,15 +114,12 @@ def load_pretrained(folder: Path, tokenizer: Path, name: str, purpose: str, **kw
     """Load a network of the class ``name`` of transformers, and a tokenizer. Raises DataError if weights are missing, which
     transformers initializes at random, or the files cannot be read."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers = import_extra("transformers", f"{purpose} by {folder}", "latents")
+    transformers = import_optional("transformers", f"{purpose} by {folder} needs", "latents")
     transformers.logging.set_verbosity_error()              # it lists all unused weights of CLIP
-    try:
+    with parse_errors(folder, "save it again", f"cannot be read as a {name} with its tokenizer {tokenizer}"):
         words = transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         cls = getattr(transformers, name)
         network, info = cls.from_pretrained(folder, local_files_only=True, output_loading_info=True, **kwargs)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as problem:
-        reason = f"cannot be read as a {name} with its tokenizer {tokenizer} ({str(problem)[:300]})"
-        raise DataError(f"{folder}: {reason}; save it again") from problem
     if missing := sorted(info["missing_keys"]):
         raise DataError(f"{folder}: has no {missing[0]}, one of {len(missing)} weights of a {name}; save it again")
     return network, words

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import moments, store
-from data_prep.extras import import_extra
 from data_prep.store import Field
 from hpcai.errors import DataError
+from hpcai.lazy import import_optional
 from hpcai.models.dimenet import periodic
 
 Array = NDArray[Any]
@@ -33,8 +33,8 @@ def import_ase() -> Any:
     """Return the package, with the submodules that this module and the readers use."""
     parts = ("build", "calculators.emt", "constraints", "data", "io", "optimize", "units")
     for part in parts:
-        import_extra(f"ase.{part}", "reading and making of structures", "opencatalyst")
-    return import_extra("ase", "reading and making of structures", "opencatalyst")
+        import_optional(f"ase.{part}", "reading and making of structures needs", "opencatalyst")
+    return import_optional("ase", "reading and making of structures needs", "opencatalyst")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from data_prep.tfrecord import check_target
 from hpcai.data.hdf5_source import fill_values, open_dataset
+from hpcai.data.layout import parse_errors
 from hpcai.errors import DataError
 
 MAX_COUNT = np.iinfo(np.int16).max
@@ -29,21 +30,18 @@ def split_cubes(counts: NDArray[np.int16], size: int) -> Iterator[NDArray[np.int
 @contextmanager
 def _open(path: Path, channels: int, size: int) -> Iterator[tuple[h5py.Dataset, NDArray[np.float32]]]:
     """Context manager for the counts of a universe, with its target. Raises DataError for damaged and other files."""
-    try:
-        with h5py.File(path) as file:
-            for name in ("full", "unitPar"):
-                if name not in file:
-                    raise DataError(f"{path}: no dataset '{name}', found {sorted(file)}; is it a CosmoFlow universe?")
-            full, target = (open_dataset(file, name) for name in ("full", "unitPar"))
-            cells = full.shape[0] if full.shape else 0
-            if full.shape != (cells, cells, cells, channels) or full.dtype.kind not in "iuf":
-                expected = f"numbers (N, N, N, {channels}); see --channels"
-                raise DataError(f"{path}: dataset 'full' is {full.dtype} {full.shape}, expected {expected}")
-            if cells % size:
-                raise DataError(f"{path}: {cells} cells per side are no multiple of --cut-size {size}")
-            yield full, target[...].astype(np.float32).reshape(-1)
-    except OSError as problem:
-        raise DataError(f"{path}: unreadable HDF5 ({problem}); fetch it again") from None
+    with parse_errors(path, "fetch it again"), h5py.File(path) as file:
+        for name in ("full", "unitPar"):
+            if name not in file:
+                raise DataError(f"{path}: no dataset '{name}', found {sorted(file)}; is it a CosmoFlow universe?")
+        full, target = (open_dataset(file, name) for name in ("full", "unitPar"))
+        cells = full.shape[0] if full.shape else 0
+        if full.shape != (cells, cells, cells, channels) or full.dtype.kind not in "iuf":
+            expected = f"numbers (N, N, N, {channels}); see --channels"
+            raise DataError(f"{path}: dataset 'full' is {full.dtype} {full.shape}, expected {expected}")
+        if cells % size:
+            raise DataError(f"{path}: {cells} cells per side are no multiple of --cut-size {size}")
+        yield full, target[...].astype(np.float32).reshape(-1)
 
 
 def count_samples(path: Path, channels: int, size: int) -> int:

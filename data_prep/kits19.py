@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 
 from data_prep import command, nifti, phantom, store
 from data_prep.command import option
-from data_prep.extras import import_extra
 from data_prep.store import Field
 from hpcai.errors import ConfigError
+from hpcai.lazy import import_optional
 from hpcai.models.unet3d import volume
 from hpcai.models.unet3d.volume import CLASSES
 from hpcai.programs import command_of
@@ -67,7 +67,7 @@ CONTENTS = store.Contents(FIELDS, merge=_merge, varies=True)
 
 def bounding_boxes(label: NDArray[np.uint8]) -> NDArray[np.int32]:
     """Return start and stop of the two largest components of each class, by the volume of their box; zeros for none.   [2, 2, 6]"""
-    ndimage = import_extra("scipy.ndimage", "finding connected parts of labels", "unet3d")
+    ndimage = import_optional("scipy.ndimage", "finding connected parts of labels needs", "unet3d")
     boxes = np.zeros((FOREGROUND_CLASSES, MAX_COMPONENTS, 6), np.int32)
     for number, region in enumerate(ndimage.find_objects(label, FOREGROUND_CLASSES)):
         if region is None:

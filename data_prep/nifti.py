@@ -10,7 +10,6 @@ D slices along the body   H rows, front to back   W columns, from side to side""
 
 import gzip
 import io
-import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.extras import import_extra
+from hpcai.data.layout import parse_errors
 from hpcai.durable import replace_file
 from hpcai.errors import DataError
 from hpcai.gzip_file import read_decompressed
+from hpcai.lazy import import_optional
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
 MAX_TILT = 1e-3          # fraction of an axis along another one
@@ -31,7 +31,7 @@ MAX_MISMATCH = 0.01         # relative difference of the distance of voxels by p
 MAX_ROUNDING = 0.03         # of a label that was stored as a float, or with a slope in float32
 MILLIMETRES = {1: 1e3, 2: 1.0, 3: 1e-3}     # of a unit, by the code of xyzt_units: metre, millimetre, micrometre
 Array = NDArray[Any]
-_nibabel = partial(import_extra, "nibabel", "reading and writing NIfTI", "unet3d")
+_nibabel = partial(import_optional, "nibabel", "reading and writing NIfTI needs", "unet3d")
 
 
 def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[float, float, float]]:
@@ -83,8 +83,7 @@ def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
     """Return a three-dimensional image after reading all bytes and testing their checksum, its affine, and the mm along each
     axis."""
     nibabel, advice = _nibabel(), "fetch it again, or move the case away"
-    nibabel_errors = nibabel.filebasedimages.ImageFileError, nibabel.spatialimages.HeaderDataError
-    try:
+    with parse_errors(path, advice, "cannot be read as NIfTI compressed by gzip"):
         if not path.is_file():
             raise DataError(f"{path}: no such file; {advice}")
         raw = read_decompressed(path, MAX_BYTES)
@@ -103,10 +102,6 @@ def _open(path: Path) -> tuple[Any, Array, tuple[float, ...]]:
         image = image_class.from_bytes(raw)
         if len(raw) < int(image.dataobj.offset) + int(np.prod(shape)) * image.get_data_dtype().itemsize:
             raise DataError(f"{path}: ends before the last of its {tuple(shape)} voxels; {advice}")
-    except (*nibabel_errors, OSError, EOFError, ValueError, zlib.error) as problem:
-        if isinstance(problem, DataError):
-            raise
-        raise DataError(f"{path}: cannot be read as NIfTI compressed by gzip ({problem}); {advice}") from None
     affine = np.diag([*[MILLIMETRES.get(unit, 1.0)] * 3, 1.0]) @ image.affine
     lengths = np.linalg.norm(affine[:3, :3], axis=0)
     if (np.abs(lengths / pixdim - 1) > MAX_MISMATCH).any():

@@ -105,7 +105,8 @@ class Recipe(command.Recipe):
 
 def write_families(recipe: Recipe, number: int, path: Path) -> None:
     rows = [row for n in range(number * recipe.each, (number + 1) * recipe.each) for row in recipe.make_family(n)]
-    chains.write(path, rows, {"kind": "simulated", "label": SIMULATED, "seed": recipe.seed, "recipe": recipe.json_text})
+    about = {"kind": "simulated", "label": SIMULATED, "seed": recipe.seed, "recipe": recipe.json_text}
+    store.write_rows(path, chains.FIELDS, rows, about)
 
 
 def write_templates(families: Path, path: Path) -> None:
@@ -325,7 +326,7 @@ def convert_chains(output: OutputFile, path: Path) -> store.Refused:
             alignment = None if selected.folder is None else read_alignments(selected.folder, chain.sequence)
             usable.append(chains.chain_row(chain, alignment, selected.cluster, selected.cluster_size, output.most, hits))
     if usable:
-        chains.write(path, usable, {"kind": "converted"})
+        store.write_rows(path, chains.FIELDS, usable, {"kind": "converted"})
     return refused
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.extras import import_extra
 from data_prep.patient import Array, Patient, Point, rotation_matrix, trunk_radius
+from hpcai.lazy import import_optional
 
 FAT, GAS, LUNG = -105.0, -860.0, -840.0
 LEFT, RIGHT = 1, -1                                                 # of the patient: x grows to the left
@@ -280,7 +280,7 @@ def _paint_lesions(patient: Patient, kidneys: Sequence[Kidney]) -> None:
 
 def _blur_and_noise(patient: Patient, sigma: float) -> Array:
     """Add noise that is correlated as by a reconstruction kernel and a slow bias of beam hardening, and round to whole HU."""
-    ndimage = import_extra("scipy.ndimage", "the noise of a scanner", "unet3d")
+    ndimage = import_optional("scipy.ndimage", "the noise of a scanner needs", "unet3d")
     random = patient.random
     noise = random.standard_normal(patient.image.shape, np.float32)
     blur = random.uniform(0.5, 0.9)

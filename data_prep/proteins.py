@@ -450,14 +450,9 @@ def _evolve_alignment(model: _PottsModel, query: Array, kind: Array, rows: int, 
 # ---- proteins
 
 
-def make_protein(seed: int, length: int, rows: int) -> tuple[Chain, Alignment]:
-    """Return a chain of ``length`` residues, and an alignment of ``rows`` with the chain's sequence first: a pure function."""
-    return make_family(seed, 1, length, rows)[0]
-
-
 def make_family(seed: int, members: int, length: int, rows: int) -> list[tuple[Chain, Alignment]]:
-    """Return relatives with one fold; none depends on their number. The first is ``make_protein(seed, ...)``, the others are
-    slightly deformed and have drifted from its sequence. Raises DataError for values below the minimum."""
+    """Return relatives with one fold; none depends on their number. The others than the first are slightly deformed
+    and have drifted from its sequence. An alignment begins with its chain. Raises DataError for values below the minimum."""
     for name, value, least in (("length", length, MIN_LENGTH), ("rows", rows, 1), ("members", members, 1), ("seed", seed, 0)):
         if value < least:
             raise DataError(f"proteins: {name} {value}, expected {least} at least")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from data_prep.frames import Frame, import_ase
 from hpcai.errors import DataError
+from hpcai.lazy import import_optional
 
 LABEL = "EMT (effective medium theory), not DFT"
 SOURCES = [{"name": name, "labels": "EMT"} for name in ("relaxation", "rattled", "molecular dynamics")]
@@ -110,14 +111,9 @@ def _draw_structure(random: np.random.Generator, composition: str, size: Sequenc
     slab.symbols[swapped] = second
     slab.set_constraint(import_ase().constraints.FixAtoms(mask=slab.get_tags() > size[2] - FIXED_LAYERS))  # layer 1 is the top
     molecule_atoms = import_ase().Atoms(molecule) if len(molecule) == 1 else import_ase().build.molecule(molecule)
-    four = random.standard_normal(4)
-    w, x, y, z = four / np.sqrt((four**2).sum())
-    rotation = np.array([                            # uniformly distributed, from a quaternion   [3, 3]
-        [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
-        [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
-        [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
-    ])  # fmt: skip
-    molecule_atoms.positions = (molecule_atoms.positions - molecule_atoms.positions.mean(0)) @ rotation.T
+    rotations = import_optional("scipy.spatial.transform", "rotating adsorbates needs", "opencatalyst")
+    rotation = rotations.Rotation.from_quat(np.roll(random.standard_normal(4), -1))  # uniformly distributed; its last element is w
+    molecule_atoms.positions = rotation.apply(molecule_atoms.positions - molecule_atoms.positions.mean(0))
     x, y, _ = random.random(2) @ slab.cell.array[:2]
     top = slab.positions[:, 2].max() + random.uniform(*HEIGHT)
     molecule_atoms.positions += (x, y, top - molecule_atoms.positions[:, 2].min())

@@ -7,7 +7,6 @@ Plain and gzip files are distinguished by content, never by name.
 
 import gzip
 import struct
-import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import IO, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep.extras import import_extra
+from hpcai.data.layout import parse_errors
 from hpcai.errors import DataError
+from hpcai.lazy import import_optional
 
 GZIP = b"\x1f\x8b\x08"
 FRAME = 16                                      # bytes of a record that are not payload
@@ -26,7 +26,7 @@ MAX_TARGET = 1.5                                # targets are scaled to [-1, 1];
 
 
 def _masked_crc(data: bytes) -> int:
-    crc = import_extra("google_crc32c", "reading TFRecords", "cosmoflow").value(data)
+    crc = import_optional("google_crc32c", "reading TFRecords needs", "cosmoflow").value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -34,7 +34,7 @@ def _masked_crc(data: bytes) -> int:
 def _example_class() -> Any:
     """Return the class of tf.train.Example, which tfrecord.json declares without TensorFlow."""
     descriptor_pb2, descriptor_pool, json_format, message_factory = (
-        import_extra(f"google.protobuf.{part}", "reading TFRecords", "cosmoflow")
+        import_optional(f"google.protobuf.{part}", "reading TFRecords needs protobuf of", "cosmoflow")
         for part in ("descriptor_pb2", "descriptor_pool", "json_format", "message_factory")
     )
     pool = descriptor_pool.DescriptorPool()
@@ -59,10 +59,8 @@ def _open(path: Path) -> tuple[IO[bytes], str]:
 
 
 def _read(file: IO[bytes], size: int, path: Path, at: str) -> bytes:
-    try:
+    with parse_errors(path, "fetch the file again", f"damaged gzip in the record at {at}"):
         return file.read(size)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: damaged gzip in the record at {at} ({error}); fetch the file again") from None
 
 
 def read_payloads(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -101,10 +99,8 @@ def read_samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.in
     for at, payload in read_payloads(path):
         where = f"{path}: record at {at}"
         example = _example_class()()
-        try:
+        with parse_errors(where, "is it a CosmoFlow file?", "not a tf.train.Example, although its checksum is right"):
             example.ParseFromString(payload)
-        except Exception:                       # DecodeError of protobuf, whose class depends on the implementation
-            raise DataError(f"{where}: not a tf.train.Example, although its checksum is right; is it a CosmoFlow file?") from None
         features = example.features.feature
         if len(features["x"].bytes_list.value) != 1 or not features["y"].float_list.value:
             raise DataError(f"{where}: features {sorted(features)}, expected bytes 'x' and floats 'y'; is it a CosmoFlow file?")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from data_prep.atmosphere import VARIABLES
 from hpcai.data.hdf5_source import fill_values, open_dataset
+from hpcai.data.layout import parse_errors
 from hpcai.errors import DataError
 
 
@@ -19,11 +20,7 @@ def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.f
     """Read the fields [H, W, 16] and labels [H, W] of a public file. Raises DataError for any difference from the published
     format."""
     advice = "fetch it again, or move it away"
-    try:
-        source = h5py.File(path, "r")
-    except OSError as error:
-        raise DataError(f"{path}: unreadable HDF5 ({error}); {advice}") from None
-    with source:
+    with parse_errors(path, advice), h5py.File(path, "r") as source:
         group = source.get("climate")
         if not isinstance(group, h5py.Group) or "data" not in group:
             members = sorted(group) if isinstance(group, h5py.Group) else sorted(source)
@@ -42,10 +39,7 @@ def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.f
         if labels.shape != data.shape[:2] or labels.dtype.kind not in "iubf":
             description = f"climate/{key} is {labels.dtype} {labels.shape}"
             raise DataError(f"{path}: {description}, expected whole numbers {data.shape[:2]}; {advice}")
-        try:
-            fields, mask = data[...].astype(np.float32, copy=False), labels[...]
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read to its end ({error}); {advice}") from None
+        fields, mask = data[...].astype(np.float32, copy=False), labels[...]
     if invalid := np.setdiff1d(mask, range(3))[:5].tolist():
         raise DataError(f"{path}: climate/{key} holds {invalid}, expected 0 background, 1 tropical cyclone, 2 river; {advice}")
     _check_values(path, fields, fills)

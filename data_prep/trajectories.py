@@ -24,10 +24,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from data_prep.extras import import_extra
 from data_prep.frames import Array, Frame, import_ase
 from hpcai.data.layout import parse_errors
 from hpcai.errors import DataError
+from hpcai.lazy import import_optional
 
 Keys = tuple[str | None, str | None]                   # names of energy and forces; None: those of LABEL_KEYS
 FrameReader = Callable[[], Frame]                      # reads one frame, or raises DataError with its location
@@ -265,7 +265,7 @@ with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False, m
 def _aselmdb(path: Path, name: str, keys: Keys) -> Iterator[FrameReader]:
     """Yield a reader for each value with a number for its key. LMDB maps the file, and a damaged one may crash the process that
     reads it: therefore a child process does."""
-    import_extra("lmdb", "reading LMDB files", "opencatalyst")
+    import_optional("lmdb", "reading LMDB files needs", "opencatalyst")
     child = subprocess.Popen([sys.executable, "-c", _CHILD, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None and child.stderr is not None
     with child:

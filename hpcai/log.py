@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, TextIO
 
 from hpcai import startup
+from hpcai.durable import replace_file
 from hpcai.errors import ConfigError, DataError, MissingExtraError, escape_controls
 from hpcai.json_file import read_regular
 
@@ -279,12 +280,7 @@ def open_resumed(path: Path, step: int | None, is_later: Callable[[dict[str, Any
                 event = json.loads(line.removeprefix(prefix))
                 if isinstance(event, dict) and not is_later(event, step):
                     earlier.append(line + "\n")
-        new = path.with_name(path.name + ".new")
-        with open(new, "w", encoding="utf-8") as file:
-            file.writelines(earlier)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
+        replace_file(path, "".join(earlier).encode())
     return LineWriter(path)
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from hpcai.durable import replace_file
 from hpcai.errors import ConfigError, DataError
 from hpcai.log import Event, LineWriter, open_resumed
 
@@ -123,7 +124,7 @@ def _communication_precision(setting: Lookup) -> str:
 
 def _model_ranks(setting: Lookup) -> int:
     """Return the number of ranks of a replica of the model."""
-    return math.prod(size for axis, size in setting("mesh").items() if axis not in ("replicate", "evaluate"))
+    return math.prod(size for axis, size in setting("mesh").items() if axis not in ("replicate", "expert", "evaluate"))
 
 
 def _micro_batch(setting: Lookup) -> int:
@@ -137,8 +138,7 @@ DISCLOSED = (
           lambda setting: "fp8" if setting("step.matmul") == "fp8" else _activation_precision(setting)),
     Entry("lowest_numerical_precision_in_attn", _activation_precision),
     Entry("lowest_numerical_precision_in_comm", _communication_precision),
-    *(Entry(f"{axis}_parallelism", f"mesh.{axis}", 1) for axis in ("tensor", "pipeline", "context")),
-    Entry("expert_parallelism", lambda setting: 1),
+    *(Entry(f"{axis}_parallelism", f"mesh.{axis}", 1) for axis in ("tensor", "pipeline", "context", "expert")),
     Entry("micro_batch_size", _micro_batch),
     Entry("config_filename", lambda setting: "settings.yaml"),               # beside the log
 )
@@ -322,9 +322,7 @@ def judge_checkpoint(path: Path, benchmark: Benchmark, step: int, saved: float, 
         metadata = reached_lines[min(reached_steps)][0]["metadata"]
         where = {name: metadata[name] for name in location}
         stop = last | {"time_ms": metadata["saved_ms"], "metadata": {"status": "success", **where}}
-    new = path.with_name(f".partial.{path.name}")
-    new.write_text("".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*updated, stop]))
-    new.replace(path)
+    replace_file(path, "".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*updated, stop]).encode())
     return all(goal.is_reached(values[goal.metric]) for goal in benchmark.goals)
 
 

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+from hpcai.durable import write_json
 from hpcai.log import Event, flatten, logger, name_scalars, to_strict_json
 from hpcai.stop import REQUEUE
 
@@ -69,9 +70,7 @@ class Tracker:
         elif (scalars := name_scalars(event)) and fields["step"] > self._earlier.get(kind, -1):
             self.log(scalars, event)
             self._state[kind] = fields["step"]
-        path.parent.mkdir(exist_ok=True)
-        path.with_suffix(".new").write_text(json.dumps(self._state))
-        path.with_suffix(".new").replace(path)
+        write_json(path, self._state)
         if kind == "stop":
             self.finish(fields["reason"])
 

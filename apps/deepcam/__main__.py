@@ -9,7 +9,7 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.deepcam.data import build_loaders, write_maps
+    from apps.deepcam.data import build_loaders
     from hpcai import dist, train
     from hpcai.models import deepcam
 
@@ -22,7 +22,8 @@ def main(cfg: Config) -> None:
             model = deepcam.parallelize(deepcam.DeepCam(shape), mesh, cfg.batchnorm_group, size)
         step = train.Step(model, deepcam.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=deepcam.score, run=run)
-        run.finish(step, result, deepcam.maps, pictures, run.file_writer("maps.npz", write_maps, shape))
+        names = {"variables": shape.variables, "units": shape.units, "classes": shape.classes}
+        run.finish(step, result, deepcam.maps, pictures, run.array_writer("maps.npz", **names))
     raise SystemExit(result.exit_code)
 
 

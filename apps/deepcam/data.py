@@ -2,11 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from apps.deepcam.settings import Config
 from hpcai.data import Loader, Rows
@@ -93,10 +89,3 @@ def _complete_model_config(cfg: Config, rows: Rows) -> DeepCamConfig:
         return DeepCamConfig.model_validate(model.model_dump() | changes)
     except ValueError as problem:
         raise DataError(f"{path}: does not fit the settings: {problem}") from problem
-
-
-def write_maps(path: Path, maps: dict[str, torch.Tensor], model: DeepCamConfig) -> None:
-    """Write some validation maps with true and predicted masks.   fields [N, H, W, V], true and predicted [N, H, W]"""
-    arrays = {name: values.numpy() for name, values in maps.items()}
-    names = {name: np.array(getattr(model, name)) for name in ("variables", "units", "classes")}
-    np.savez_compressed(path, **names, **arrays)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from torch.nn import functional
 from data_prep.encoders import load_pretrained
 from hpcai.cli.report.picture import arrays
 from hpcai.errors import ConfigError, DataError
-from hpcai.json_file import read_object
+from hpcai.json_file import check_fields, read_object
 
 _EXPECTED = "settings of a CLIP saved by transformers"
 
@@ -79,14 +79,11 @@ class Clip:
                 "CLIP (model_type 'clip')"
             )
         preprocessor = read_object(folder / "preprocessor_config.json", _EXPECTED, ConfigError)
-        try:
+        with check_fields(folder / "preprocessor_config.json", "size, image_mean and image_std of three channels", DataError):
             size = preprocessor["size"]
             self.side = int(size if isinstance(size, int) else size.get("shortest_edge") or size["height"])
-            both = (torch.tensor(preprocessor[name], dtype=torch.float32, device=device) for name in ("image_mean", "image_std"))
-            self.mean, self.deviation = (x.view(1, 3, 1, 1) for x in both)
-        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as problem:
-            path = folder / "preprocessor_config.json"
-            raise DataError(f"{path}: no size, image_mean and image_std of three channels ({problem!r}); fetch it again") from None
+            both = (np.array(preprocessor[name], np.float32).reshape(1, 3, 1, 1) for name in ("image_mean", "image_std"))
+            self.mean, self.deviation = (torch.from_numpy(x).to(device) for x in both)
         network, self.tokenizer = load_pretrained(folder, folder, "CLIPModel", "scoring images", use_safetensors=True)
         if network.config.vision_config.image_size != self.side:
             image_size = network.config.vision_config.image_size

@@ -14,6 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from hpcai.cli.report.picture import Finding, Table, arrays, compare_errors, format_measured
 from hpcai.cli.report.theme import WIDTH, Theme, hide_axes, panel_title
@@ -53,26 +54,19 @@ def read(path: Path) -> Ensembles:
     if field is None:
         smooth = truth.mean((0, *range(2, truth.ndim)), keepdim=True).expand_as(truth)
     else:
-        for dim, (size, wraps) in enumerate(zip(truth.shape[2:], periodic.tolist()), 2):
-            field = resize_cubic(field, dim, size, wraps)
         smooth = torch.from_numpy(field)
+        for dim, (size, wraps) in enumerate(zip(truth.shape[2:], periodic.tolist()), 2):
+            smooth = resize_cubic(smooth, dim, size, wraps)
     box = content.get("about_box", np.array(truth.shape[2:])).astype(float).tolist()
     return Ensembles(names, content.get("field"), truth, members, smooth, box, str(content.get("about_box_units", "cells")))
 
 
-def resize_cubic(field: np.ndarray, dim: int, size: int, wraps: bool) -> np.ndarray:
-    """Resize ``field`` to ``size`` along ``dim`` by cubic convolution of four neighbours (Keys 1981, a = -0.75 as in torch)."""
-    have = field.shape[dim]
-    at = (np.arange(size) + 0.5) * have / size - 0.5
-    first = np.floor(at).astype(int)
-    result = np.zeros((), field.dtype)
-    for step in (-1, 0, 1, 2):
-        x, position = np.abs(at - first - step), first + step
-        near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
-        weight = np.where(x <= 1, near, far).astype(field.dtype)
-        part = np.take(field, position % have if wraps else position.clip(0, have - 1), dim)
-        result = result + part * weight.reshape(-1, *(1,) * (field.ndim - dim - 1))
-    return result
+def resize_cubic(field: Tensor, dim: int, size: int, wraps: bool) -> Tensor:
+    """Resize ``field`` to ``size`` along ``dim`` by torch's cubic convolution; periodic if it ``wraps``."""
+    rows, copies = field.movedim(dim, -1), 3 if wraps else 1  # the middle one of three copies is periodic
+    flat = torch.cat([rows] * copies, -1).flatten(0, -2)
+    resized = interpolate(flat[None, None], (len(flat), copies * size), mode="bicubic")[0, 0]
+    return resized.narrow(1, size * (copies // 2), size).unflatten(0, rows.shape[:-1]).movedim(-1, dim)
 
 
 def caption(ensembles: Ensembles) -> str:

@@ -11,7 +11,7 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.opencatalyst.data import build_loaders, write_pairs
+    from apps.opencatalyst.data import build_loaders
     from hpcai import dist, train
     from hpcai.models import dimenet
 
@@ -24,7 +24,7 @@ def main(cfg: Config) -> None:
             model = dimenet.parallelize(dimenet.DimeNet(shape), mesh)
         step = train.Step(model, partial(dimenet.loss, cfg=cfg.objective), cfg.step, mesh, counts=dimenet.counted)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=dimenet.score, run=run)
-        run.finish(step, result, dimenet.pairs, pictures, run.file_writer("pairs.npz", write_pairs))
+        run.finish(step, result, dimenet.pairs, pictures, run.array_writer("pairs.npz"))
     raise SystemExit(result.exit_code)
 
 

@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from apps.opencatalyst.settings import Config
 from hpcai.data import Rows
@@ -116,8 +114,3 @@ def _complete_model_config(cfg: Config, rows: Rows) -> DimeNetConfig:
     with training_statistics(cfg.data.directory, "the training frames", remedy) as statistics:
         values = {"mean": float(statistics["energy"]["mean"]), "scale": float(statistics["forces"]["rms"])}
     return model.model_copy(update={name: value for name, value in values.items() if getattr(model, name) is None})
-
-
-def write_pairs(path: Path, pairs: dict[str, torch.Tensor]) -> None:
-    """Write true and predicted values: energy [B, 2] eV; forces [A, 2, 3] eV/angstrom and numbers [A] of free atoms."""
-    np.savez_compressed(path, **{name: values.numpy() for name, values in pairs.items()})  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.unet3d.data import build_loaders, write_slices
+    from apps.unet3d.data import build_loaders
     from hpcai import dist, train
     from hpcai.models import unet3d
 
@@ -22,7 +22,8 @@ def main(cfg: Config) -> None:
             model = unet3d.parallelize(unet3d.UNet3D(cfg.model), mesh, cfg.data.window_group)
         step = train.Step(model, unet3d.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=unet3d.score, run=run)
-        run.finish(step, result, unet3d.slices, pictures, run.file_writer("maps.npz", write_slices, cfg.model))
+        about = {"variables": ["CT"], "units": ["HU"], "classes": cfg.model.classes, "spacing_mm": cfg.model.spacing_mm[1:]}
+        run.finish(step, result, unet3d.slices, pictures, run.array_writer("maps.npz", **about))
     raise SystemExit(result.exit_code)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,11 +173,3 @@ class Volumes(Samples):
     def collate(self, samples: list[Batch]) -> list[Batch]:
         """Return writable volumes, copies of rows that are cached.   [D, H, W] -> [1, D, H, W]"""
         return [Batch(*(torch.from_numpy(np.require(x, requirements=("C", "W")))[None] for x in sample)) for sample in samples]
-
-
-def write_slices(path: Path, slices: dict[str, torch.Tensor], model: UNet3DConfig) -> None:
-    """Write an axial slice of some validation volumes, with true and predicted classes.   fields [N, H, W, 1], true, predicted
-    [N, H, W], spacing_mm [2] of rows and columns"""
-    names = {"variables": np.array(["CT"]), "units": np.array(["HU"]), "classes": np.array(model.classes)}
-    names["spacing_mm"] = np.array(model.spacing_mm[1:])
-    np.savez_compressed(path, **names, **{name: values.numpy() for name, values in slices.items()})  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from hpcai.cli import apps, make_parser
 from hpcai.cli.script import Site, assign, find_site, list_sites, render
 from hpcai.config import load
 from hpcai.errors import ConfigError, HpcaiError, MeshError
-from hpcai.log import flatten
+from hpcai.log import flatten, format_duration
 from hpcai.schema import CONTROL, close_matches, join_names
 from hpcai.settings import RunConfig, mesh_shape
 
@@ -214,10 +214,6 @@ def parse_time(text: str) -> int:
     return seconds
 
 
-def _format_time(seconds: int) -> str:
-    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-
-
 # ---- Arrays ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -292,13 +288,13 @@ def _scheduler_options(job: Job) -> list[str]:
             f"-o {shlex.quote(f'{directory}/')}",
             f"-l select={args.nodes}" + (f":{select}" if select else ""),
         ]
-        options += [f"-l walltime={_format_time(job.seconds)}"] if job.seconds else []
+        options += [f"-l walltime={format_duration(job.seconds)}"] if job.seconds else []
         options += [f"-A {args.account}"] if args.account else []
         return options + ([f"-q {args.queue}"] if args.queue else []) + args.option
     output = str(directory).replace("%", "%%") + ("/job-%A_%a.out" if job.tasks else "/job-%j.out")
     options = [f"--job-name={job.app}", f"--output={shlex.quote(output)}", f"--signal=USR1@{job.stop_before}"]
     options += [f"--nodes={args.nodes}"] + ([f"--ntasks-per-node={job.per_node}"] if args.per_node is not None else [])
-    options += [f"--time={_format_time(job.seconds)}"] if job.seconds else []
+    options += [f"--time={format_duration(job.seconds)}"] if job.seconds else []
     options += [f"--account={args.account}"] if args.account else []
     queue = job.site.facts.get("queue", "required")
     options += [f"{'--partition' if queue == 'required' else queue}={args.queue}"] if args.queue else []

@@ -92,7 +92,7 @@ def _rerun(failure: dict[str, Any], reports: list[dict[str, Any]], scratch: Path
     """Run the app, and return its exit code."""
     import torch
 
-    from hpcai.cli.subprocesses import fork_processes
+    from hpcai.cli.subprocesses import ForkedProcesses
 
     samples = {report["rank"]: report.get("samples") for report in reports}
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
@@ -122,7 +122,7 @@ def _rerun(failure: dict[str, Any], reports: list[dict[str, Any]], scratch: Path
         if torch.cuda.is_available() and torch.cuda.device_count() < failure["world"]:
             raise ConfigError(f"the run trained on {failure['world']} processes, and this machine has fewer GPUs; start as many "
                               f"behind a launcher: srun -n {failure['world']} hpcai replay ...")  # fmt: skip
-        with fork_processes(run_app, Path(folder) / "said", failure["world"]) as forks:
+        with ForkedProcesses(run_app, Path(folder) / "said", failure["world"]) as forks:
             codes, text = forks.wait(_PATIENCE)
         print(text, end="")
         other_codes = [code if code is not None else 1 for code in codes if code not in (FAILED_AGAIN, SUCCEEDED)]

@@ -7,8 +7,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 import torch.distributed as torch_dist
 
 
-class ForkedProcesses:
-    """Child processes of one ``function``, with standard output and error in one file."""
+class ForkedProcesses(AbstractContextManager["ForkedProcesses"]):
+    """Child processes of one ``function``, with standard output and error in one file. They rendezvous as under torchrun, and the
+    end of the ``with`` block kills those that still run."""
 
-    def __init__(self, function: Callable[[], object], output: Path, ranks: int) -> None:
+    def __init__(self, function: Callable[[], object], output: Path, ranks: int = 1) -> None:
         rendezvous: dict[str, str] = {}
         if ranks > 1:
             listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
@@ -50,16 +51,8 @@ class ForkedProcesses:
             process.join(10)
         return codes, self.output.read_text()
 
-
-@contextmanager
-def fork_processes(function: Callable[[], object], output: Path, ranks: int = 1) -> Iterator[ForkedProcesses]:
-    """Run ``function`` in ``ranks`` forked processes, which rendezvous as under torchrun, and kill all of them at the end of the
-    block."""
-    forks = ForkedProcesses(function, output, ranks)
-    try:
-        yield forks
-    finally:
-        for process in forks.processes:
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
             process.kill()
             process.join()
 

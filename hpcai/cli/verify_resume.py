@@ -149,7 +149,7 @@ class _Killer:
         self.references[ranks] = _last_checkpoint(run)
 
     def finish(self, run: Path, ranks: int) -> None:
-        with _subprocesses().fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
+        with _subprocesses().ForkedProcesses(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
             codes, text = forks.wait(TIMEOUT + 20 * self.seconds.get(ranks, TIMEOUT))
         if codes != [0] * ranks:
             raise ConfigError(f"a run of {self.app} on {ranks} processes ended with exit codes {codes}: {text[-2000:]}")
@@ -182,7 +182,7 @@ class _Killer:
         def left_partial() -> bool:
             return any((run / "checkpoints").glob(".step-*.partial"))
 
-        with _subprocesses().fork_processes(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
+        with _subprocesses().ForkedProcesses(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
             first = forks.processes[0]
             while not kill_all and first.is_alive() and _count_starts(run) == before:  # before that the others detect no death
                 time.sleep(0.01)

@@ -179,7 +179,7 @@ def parse_errors(where: object, advice: str, text: str = "cannot be read as HDF5
     except HpcaiError:
         raise
     except Exception as problem:
-        raise DataError(f"{where}: {text} ({type(problem).__name__}: {problem}); {advice}") from problem
+        raise DataError(f"{where}: {text} ({type(problem).__name__}: {str(problem)[:300]}); {advice}") from problem
 
 
 def read_npy_header(file: IO[bytes], where: object) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import numpy as np
 from torch import Tensor
 
 from hpcai import config, log
@@ -110,6 +111,14 @@ class Run(AbstractContextManager["Run"]):
     def file_writer(self, name: str, write: Callable[..., Any], *args: Any) -> Callable[[Any], None]:
         """Return a function that writes its argument to the file ``name``, by ``write(path, argument, *args)``."""
         return lambda rows: self.write_file(name, lambda path: write(path, rows, *args))
+
+    def array_writer(self, name: str, **arrays: Any) -> Callable[[dict[str, Tensor]], None]:
+        """Return a function that writes tensors by name to the .npz file ``name``, beside ``arrays``."""
+
+        def write(path: Path, rows: dict[str, Tensor]) -> None:
+            np.savez_compressed(path, **arrays, **{name: values.numpy() for name, values in rows.items()})  # type: ignore[arg-type]
+
+        return self.file_writer(name, write)
 
     def finish(
         self, step: Step, result: Result, function: PredictFunction | None = None, batches: Any = None,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hpcai import config, log
-from hpcai.cli.subprocesses import fork_processes
+from hpcai.cli.subprocesses import ForkedProcesses
 from hpcai.data.index import INDEX, write_index
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ class App:
         started a second time; a warning has their exit codes and output.
         """
         for attempt in (1, 2):
-            with fork_processes(self.command(data, run, *extra), run.with_name(f"{run.name}.{attempt}.out"), ranks) as forks:
+            with ForkedProcesses(self.command(data, run, *extra), run.with_name(f"{run.name}.{attempt}.out"), ranks) as forks:
                 codes, output = forks.wait(timeout)
             if None not in codes:
                 break
@@ -96,7 +96,7 @@ class App:
 
 def run_on_ranks(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
     """Return the exit codes and the output of ``ranks`` processes, which may fail."""
-    with fork_processes(call, output, ranks) as forks:
+    with ForkedProcesses(call, output, ranks) as forks:
         return forks.wait(60)
 
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hpcai import log
-from hpcai.cli.subprocesses import fork_processes
+from hpcai.cli.subprocesses import ForkedProcesses
 from hpcai.models.cosmoflow import CosmoFlow
 from hpcai.train.step import Step
 from tests.apps import universes
@@ -77,7 +77,7 @@ def has_begun(run: Path) -> bool:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_to_one_rank_saves_and_requests_a_requeue(data: Path, tmp_path: Path, ranks: int) -> None:
     run, output = tmp_path / "run", tmp_path / "run.out"
-    with fork_processes(APP.command(data, run, *ENDLESS), output, ranks) as forks:
+    with ForkedProcesses(APP.command(data, run, *ENDLESS), output, ranks) as forks:
         wait_for(lambda: has_begun(run), forks.processes[0].is_alive, output)
         os.kill(forks.processes[-1].pid or 0, signal.SIGTERM)
         codes, text = forks.wait()

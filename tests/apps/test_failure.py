@@ -12,7 +12,7 @@ import h5py
 import pytest
 
 from hpcai.cli import replay
-from hpcai.cli.subprocesses import fork_processes
+from hpcai.cli.subprocesses import ForkedProcesses
 from hpcai.data.sampler import Shuffled
 from hpcai.train.flight_recorder import LAST_FAILURE, read_bundle
 from hpcai.train.step import Step
@@ -113,7 +113,7 @@ def test_a_call_that_holds_the_interpreter_is_reported_by_the_other_rank(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call_in_step(monkeypatch, 3, hold_the_interpreter)
-    with fork_processes(APP.command(data, tmp_path / "run", "train.hang_after=2"), tmp_path / "output", 2) as forks:
+    with ForkedProcesses(APP.command(data, tmp_path / "run", "train.hang_after=2"), tmp_path / "output", 2) as forks:
         forks.processes[0].join(30)
         codes, output = [process.exitcode for process in forks.processes], (tmp_path / "output").read_text()
     assert codes == [1, None] and "rank 1: wrote nothing" in output and "in hold_the_interpreter" in output, output

@@ -25,7 +25,7 @@ from ase.optimize import BFGS
 
 from apps.diffusion import picture
 from apps.opencatalyst.data import FIELDS
-from data_prep import chains, text
+from data_prep import chains, store, text
 from data_prep import proteins as simulated_proteins
 from hpcai import log
 from hpcai.data import Rows
@@ -201,7 +201,7 @@ def write_one_chain(folder: Path) -> None:
 def write_splits(folder: Path, **splits: list[dict[str, Any]]) -> None:
     for split, samples in splits.items():
         (folder / split).mkdir(parents=True)
-        chains.write(folder / split / "chains.h5", samples, {"label": split})
+        store.write_rows(folder / split / "chains.h5", chains.FIELDS, samples, {"label": split})
 
 
 # ---- short forms
@@ -225,7 +225,7 @@ def write_bands(folder: Path) -> None:
 
 
 def write_simulated_chain(folder: Path) -> None:
-    row = chains.chain_row(*simulated_proteins.make_protein(7, 24, 30), 0, 1)
+    row = chains.chain_row(*simulated_proteins.make_family(7, 1, 24, 30)[0], 0, 1)
     write_splits(folder, train=[row], validation=[row])
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpcai.cli import verify_resume
-from hpcai.cli.subprocesses import fork_processes
+from hpcai.cli.subprocesses import ForkedProcesses
 from hpcai.cli.verify_resume import Kill, Result, Verdict, verify
 from hpcai.errors import ConfigError
 from hpcai.train.checkpoint import Checkpoints
@@ -52,7 +52,7 @@ def test_a_run_that_loses_state_is_reported(overrides: list[str], tmp_path: Path
     load = Checkpoints._load
 
     def kill_after_first_save(self, run, ranks):  # type: ignore[no-untyped-def]
-        with fork_processes(self.command(run), tmp_path / "out") as forks:
+        with ForkedProcesses(self.command(run), tmp_path / "out") as forks:
             while not list_checkpoints(run / "checkpoints"):
                 assert forks.processes[0].is_alive()
                 time.sleep(0.001)

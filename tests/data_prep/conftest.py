@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_prep import store
-from hpcai.cli.check import Options, pool
+from hpcai.cli.check import examination, pool
 from tests.inline_worker import InlineWorker
 from tests.reference_data import load_json
 
@@ -17,7 +17,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(store, "get_context", lambda kind: multiprocessing.get_context("fork"))
-    monkeypatch.setattr("hpcai.cli.check.Options", partial(Options, threads=1))
+    monkeypatch.setattr("hpcai.cli.check.findings.Options", partial(examination.Options, threads=1))
     monkeypatch.setattr(pool, "Worker", InlineWorker)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from data_prep import store
-from hpcai.cli.subprocesses import fork_processes
+from hpcai.cli.subprocesses import ForkedProcesses
 from hpcai.data.index import write_index
 
 Run = Callable[..., int]
@@ -76,7 +76,7 @@ def cache_results(owner: object, name: str) -> Callable[[], Iterator[None]]:
 
 def kill_after_first_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]:
     """Kill a simulation as soon as one file has a record, and return the files with records."""
-    with fork_processes(lambda: run("simulate", folder, *small), folder.with_name(f"{folder.name}.out")) as forks:
+    with ForkedProcesses(lambda: run("simulate", folder, *small), folder.with_name(f"{folder.name}.out")) as forks:
         while not (records := [*folder.glob("[!.]*/.records/*.json")]) and forks.processes[0].is_alive():
             time.sleep(0.002)
     return {path.parents[1] / path.stem for path in records}

@@ -130,7 +130,7 @@ REFUSED = {
     "a fill value": ({"change": put("T500", lambda v: -9999, (2, 3))}, ["T500 (variable 9) is -9999 to"]),
     "TREFHT in C": ({"change": put("TREFHT", lambda v: v - 273.15)}, ["TREFHT", "expected K"]),
     "PRECT in mm/day": ({"change": put("PRECT", lambda v: v * 8.64e7)}, ["PRECT", "expected m/s"]),
-    "no HDF5": (b"not HDF5", ["unreadable HDF5", "fetch it again"]),
+    "no HDF5": (b"not HDF5", ["cannot be read as HDF5", "fetch it again"]),
 }
 
 

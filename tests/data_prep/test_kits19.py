@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from data_prep import kits19, nifti, phantom
-from hpcai.cli.check import Options, check_dataset
+from hpcai.cli.check.examination import check_dataset
+from hpcai.cli.check.findings import Options
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import preprocess
 from tests.data_prep.prep_contract import PrepContract, cache_results, check_error, check_fails, read_json, runner

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from data_prep import chains, openfold, proteins
-from hpcai.cli.check import Options, check_dataset
-from hpcai.cli.subprocesses import fork_processes
+from hpcai.cli.check.examination import check_dataset
+from hpcai.cli.check.findings import Options
+from hpcai.cli.subprocesses import ForkedProcesses
 from hpcai.data.hdf5 import Rows
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments, read_hhr
 from hpcai.models.openfold.features import FeatureConfig, featurize
@@ -213,7 +214,7 @@ def test_workers_and_ranks_convert_to_the_same_bytes(hit_library, tmp_path, monk
         for rank in "10":                           # rank 1 reaches files that rank 0 has not scanned
             monkeypatch.setenv("PMI_RANK", rank)
             call = lambda: convert(library, tmp_path / "ranks", "--each", "1")  # noqa: E731
-            ranks.append(stack.enter_context(fork_processes(call, tmp_path / rank)))
+            ranks.append(stack.enter_context(ForkedProcesses(call, tmp_path / rank)))
             while not (tmp_path / "ranks" / ".convert" / "recipe.json").is_file() and ranks[0].processes[0].is_alive():
                 time.sleep(0.01)
         assert [rank.wait(60)[0] for rank in ranks] == [[0], [0]], [(tmp_path / rank).read_text() for rank in "01"]

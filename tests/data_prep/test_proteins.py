@@ -14,7 +14,7 @@ LENGTHS = {0: 64, 1: 72, 9: 80, 11: 72}          # by seed: sheets, and from 9 o
 
 @pytest.fixture(scope="module")
 def samples():
-    return [proteins.make_protein(seed, length, 1000) for seed, length in LENGTHS.items()]
+    return [proteins.make_family(seed, 1, length, 1000)[0] for seed, length in LENGTHS.items()]
 
 
 def atom(chain, name):
@@ -167,9 +167,9 @@ def test_a_protein_is_a_pure_function_of_its_arguments():
         arrays = chain.positions, chain.mask, chain.bfactors, chain.aatype, alignment.msa, alignment.deletions
         return chain.name, chain.sequence, chain.resolution, chain.release, alignment.names, [array.tobytes() for array in arrays]
 
-    pair = proteins.make_protein(7, 40, 30)
-    assert content(*pair) == content(*proteins.make_protein(7, 40, 30)) == content(*proteins.make_family(7, 2, 40, 30)[0])
-    other = proteins.make_protein(8, 40, 30)[0]
+    pair = proteins.make_family(7, 1, 40, 30)[0]
+    assert content(*pair) == content(*proteins.make_family(7, 1, 40, 30)[0]) == content(*proteins.make_family(7, 2, 40, 30)[0])
+    other = proteins.make_family(8, 1, 40, 30)[0][0]
     assert pair[0].sequence != other.sequence and pair[0].name != other.name and not (pair[0].positions == other.positions).all()
 
 
@@ -194,7 +194,7 @@ def test_relatives_share_a_fold_and_not_a_sequence():
 def test_minimum_length_and_a_single_row():
     for length in (proteins.MIN_LENGTH, 23):
         for seed in range(2):
-            chain, alignment = proteins.make_protein(seed, length, 1)
+            chain, alignment = proteins.make_family(seed, 1, length, 1)[0]
             assert len(chain.sequence) == length and alignment.msa.shape == (1, length) and np.isfinite(chain.positions).all()
 
 

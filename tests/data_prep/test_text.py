@@ -25,7 +25,7 @@ import pytest
 import zstandard
 
 from data_prep import documents, packing, store, text
-from hpcai.cli.subprocesses import fork_processes
+from hpcai.cli.subprocesses import ForkedProcesses
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
 from tests.data_prep.prep_contract import check_error, check_fails, content, read_json, set_to, write_files
@@ -149,7 +149,7 @@ def test_shards_processes_and_ranks_change_nothing(
     assert convert(source, tmp_path / "two", *args, workers=2) == 0
     assert len(list((tmp_path / "two" / ".work").rglob("*.tokens"))) > 20
     assert content(tmp_path / "two") == content(dataset)
-    with fork_processes(lambda: convert_as_rank(monkeypatch, 1, source, tmp_path / "ranks", *args), tmp_path / "rank 1"):
+    with ForkedProcesses(lambda: convert_as_rank(monkeypatch, 1, source, tmp_path / "ranks", *args), tmp_path / "rank 1"):
         assert convert_as_rank(monkeypatch, 0, source, tmp_path / "ranks", *args) == 0
     assert content(tmp_path / "ranks") == content(dataset)
 
@@ -163,7 +163,7 @@ def convert_as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, *args: object) -
 def test_a_killed_run_resumes(dataset: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_shards(monkeypatch)
     out, args, work = tmp_path / "out", ["--tokenizer", "bytes", *SMALL], tmp_path / "out" / ".work"
-    with fork_processes(lambda: convert(source, out, *args), tmp_path / "stdout") as forks:
+    with ForkedProcesses(lambda: convert(source, out, *args), tmp_path / "stdout") as forks:
         while len(list(work.rglob("share_*.json"))) < 3 and forks.processes[0].is_alive():
             time.sleep(0.001)
     finished = list(work.rglob("share_*.json"))

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+import hpcai.cli.check.disk as disk
+import hpcai.cli.check.inspection as inspection
 from hpcai import log
-from hpcai.cli.check import disk, inspection
 from hpcai.cli.check.findings import EVALUATED, KINDS, Options, Outcome, Summary, divide_into_batches, finding
 from hpcai.cli.check.inspection import Bounds, Inspection
 from hpcai.cli.check.manifest import SPLITS, DataFile, Split, find_splits

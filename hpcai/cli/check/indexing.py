@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpcai.cli.check import inspection
+import hpcai.cli.check.inspection as inspection
 from hpcai.cli.check.findings import Outcome
 from hpcai.cli.check.inspection import Inspection
 from hpcai.cli.check.manifest import Split, find_splits

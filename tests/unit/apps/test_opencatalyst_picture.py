@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from apps.opencatalyst import picture
-from apps.opencatalyst.data import write_pairs
 from hpcai.cli.report.pairs import Pair
 from hpcai.errors import DataError
 from hpcai.log import format_number
@@ -39,7 +37,7 @@ def mean_abs(values: np.ndarray) -> float:
 
 def test_the_page_shows_energies_and_forces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = [{"force_mae": 0.2 / n, "loss": 1 / n, "force_cosine": 0.4 * n, "within": 0.01 * n} for n in (1, 2)]
-    write_pairs(tmp_path / "pairs.npz", {name: torch.as_tensor(values) for name, values in make_arrays().items()})
+    report_runs.write_arrays(tmp_path / "pairs.npz", make_arrays())
     run = report_runs.write_evaluated_run(tmp_path, "opencatalyst", "lower", *scores)
     text = report_runs.page_text(run)
     for entry in ("Each component of the forces on atoms of unseen frames is predicted within 0.0", "closer than predicting no",

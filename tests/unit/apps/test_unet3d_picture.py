@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from apps.unet3d import picture
-from apps.unet3d.data import write_slices
 from hpcai.cli.report.masks import Masks
 from hpcai.errors import DataError
 from hpcai.models.unet3d import UNet3DConfig
@@ -31,12 +30,10 @@ def make_tensors(count: int = 3) -> dict[str, torch.Tensor]:
 
 
 def write_and_read(folder: Path, slices: dict[str, torch.Tensor], **overrides: Any) -> Masks:
-    path = folder / "maps.npz"
-    write_slices(path, slices, UNet3DConfig())
-    if overrides:
-        with np.load(path) as file:
-            report_runs.write_arrays(path, {**file, **overrides})
-    return picture.read(path)
+    cfg = UNet3DConfig()
+    about = {"variables": ["CT"], "units": ["HU"], "classes": cfg.classes, "spacing_mm": cfg.spacing_mm[1:]}
+    arrays = {name: np.asarray(values) for name, values in (about | slices).items()}
+    return picture.read(report_runs.write_arrays(folder / "maps.npz", arrays | overrides))
 
 
 # ---- the page

@@ -89,12 +89,12 @@ def test_options_override_the_site_and_the_template(tmp_path: Path, capsys: pyte
     assert {"--partition=somewhere", "--gres=gpu:2", "--ntasks-per-node=2", "--signal=USR1@600", "--nodes=3", "--requeue"} <= set(
         head
     )
-    assert {"--time=01:00:00", "--account=project", f"--output={tmp_path}/run/job-%j.out", "--hint=nomultithread"} <= set(head)
+    assert {"--time=1:00:00", "--account=project", f"--output={tmp_path}/run/job-%j.out", "--hint=nomultithread"} <= set(head)
     short = write_script(capsys, *small_args(tmp_path / "run"), "--site", "generic", "--nodes", "1", "--time", "8", "--chain", "2")
     assert "--signal=USR1@120\n" in short and "HPCAI_REQUEUE=0\n" in short and "HPCAI_REQUEUE=1\n" in text
     assert "--qos=somewhere" in write_script(capsys, *small_args(tmp_path / "run"), "--site", "perlmutter", "--nodes", "1", *FULL)
     pbs = write_script(capsys, *small_args(tmp_path / "run"), "--site", "polaris", "--nodes", "3", *FULL)
-    assert {"-l select=3:system=polaris", "-l walltime=01:00:00", "-l filesystems=home:eagle", "-A project", "-q somewhere"} <= {
+    assert {"-l select=3:system=polaris", "-l walltime=1:00:00", "-l filesystems=home:eagle", "-A project", "-q somewhere"} <= {
         line.removeprefix("#PBS ") for line in pbs.splitlines()
     }
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hpcai import dist, train
 from hpcai.cli.replay import search_non_finite
-from hpcai.cli.subprocesses import fork_processes
+from hpcai.cli.subprocesses import ForkedProcesses
 from hpcai.errors import DataError
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import flight_recorder, rng
@@ -71,7 +71,7 @@ def test_a_full_disk_does_not_hide_the_first_error_and_keeps_no_half_bundle(tmp_
         finally:
             limit(resource.RLIM_INFINITY)
 
-    with fork_processes(fail_with_full_disk, tmp_path / "output") as forks:
+    with ForkedProcesses(fail_with_full_disk, tmp_path / "output") as forks:
         codes, output = forks.wait(30)
     assert codes == [1] and output.rstrip().endswith("DataError: the first error"), output
     assert (tmp_path / "run").is_dir() and not list((tmp_path / "run").glob("failure-*"))

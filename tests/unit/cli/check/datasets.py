@@ -9,7 +9,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcai.cli.check import Finding, Options, Outcome, check_dataset, write_indexes
+from hpcai.cli.check.examination import check_dataset
+from hpcai.cli.check.findings import Finding, Options, Outcome
+from hpcai.cli.check.indexing import write_indexes
 from hpcai.data.index import write_index
 
 ALIGNED = {"alignment_threshold": 1 << 16, "alignment_interval": 4096}

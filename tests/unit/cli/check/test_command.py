@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from hpcai import cli
-from hpcai.cli import progress
-from hpcai.cli.check import command
+from hpcai.cli import check, progress
 from tests.apps import universes
 from tests.reference_data import load_json
 from tests.unit.cli.check.datasets import child_pids
@@ -81,7 +80,7 @@ def test_invalid_arguments_are_refused(root: Path, capsys: pytest.CaptureFixture
 
 
 def test_ranges(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command._range("a=b=-1.5:") == ("a=b", (-1.5, None)) and command._range("x=:7") == ("x", (None, 7))
+    assert check._range("a=b=-1.5:") == ("a=b", (-1.5, None)) and check._range("x=:7") == ("x", (None, 7))
     assert run(root, "--range", "counts=0:32767", "--range", "target=-1:1") == 0
     assert run(root, "--range", "counts=1:") == 1
     assert "such as 0, expected 1 to any" in capsys.readouterr().out

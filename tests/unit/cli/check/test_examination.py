@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from data_prep import deepcam
-from hpcai.cli.check import Options, Outcome, check_dataset, inspection, manifest, pool
+from hpcai.cli.check import inspection, manifest, pool
+from hpcai.cli.check.examination import check_dataset
+from hpcai.cli.check.findings import Options, Outcome
 from hpcai.cli.progress import Progress
 from hpcai.errors import DataError
 from tests.reference_data import load_json

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcai.cli.check import Options, disk
-from hpcai.cli.check.findings import KINDS, divide_into_batches
+from hpcai.cli.check import disk
+from hpcai.cli.check.findings import KINDS, Options, divide_into_batches
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
 from tests.reference_data import load_json
