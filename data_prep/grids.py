@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import command
-from data_prep.extras import import_extra
+from hpcai.data.layout import parse_errors
 from hpcai.errors import ConfigError, DataError
+from hpcai.lazy import import_optional
 
 Array = NDArray[Any]
 # names of dims as files have them; units and attributes of the CF conventions come first
@@ -114,7 +115,8 @@ class Source:
         for channel, out in zip(self.channels, values):
             variable = self._opened[1][channel.variable]
             level = {} if channel.level is None else {self._level_dim(variable): channel.level}
-            out[...] = np.flip(variable.isel(place | level).transpose(*self._side_names).values, reversed_dims)
+            with parse_errors(self.describe(index), "fetch or write it again", f"{channel.name} cannot be read"):
+                out[...] = np.flip(variable.isel(place | level).transpose(*self._side_names).values, reversed_dims)
             if (missing := ~np.isfinite(out)).any():
                 if channel.fill is None:
                     raise DataError(
@@ -228,24 +230,21 @@ def list_files(path: Path) -> list[Path]:
 
 def open_file(path: Path, choice: Choice = Choice()) -> Any:
     """Open a file as an ``xarray.Dataset``, whose values are read later. Raises DataError if it is not readable."""
-    xarray = import_extra("xarray", "reading of gridded fields", "fields")
-    try:
+    xarray = import_optional("xarray", "reading gridded fields needs", "fields")
+    with parse_errors(path, "fetch or write it again", "cannot be read"):
         if path.suffix == ".npy":
             return _wrap_array(xarray, np.load(path, mmap_mode="r", allow_pickle=False), path, choice)
         if path.is_dir():
-            import_extra("zarr", "reading of Zarr stores", "fields")
-            has_summary = (path / ".zmetadata").is_file()
-            return xarray.open_zarr(path, chunks=None, consolidated=has_summary)
+            import_optional("zarr", "reading Zarr stores needs", "fields")
+            return xarray.open_zarr(path, chunks=None, consolidated=(path / ".zmetadata").is_file())
         if path.suffix in GRIB:
-            import_extra("cfgrib", "reading of GRIB (and pip install cfgrib)", "fields")
+            import_optional("cfgrib", "reading GRIB needs", "grib")
             return xarray.open_dataset(path, engine="cfgrib", backend_kwargs={"indexpath": ""})
         with path.open("rb") as file:
             is_classic = file.read(3) == b"CDF"
-        import_extra("scipy" if is_classic else "h5netcdf", "reading of NetCDF", "fields")
+        import_optional("scipy" if is_classic else "h5netcdf", "reading NetCDF needs", "fields")
         kwargs: dict[str, Any] = {"engine": "scipy"} if is_classic else {"engine": "h5netcdf", "phony_dims": "access"}
         return xarray.open_dataset(path, **kwargs)
-    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from error
 
 
 def _wrap_array(xarray: Any, array: Array, path: Path, choice: Choice) -> Any:
