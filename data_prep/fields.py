@@ -1,8 +1,9 @@
-"""Fields and their coarse counterparts, to generate one from the other: simulate and check them.
+"""Fields and their coarse counterparts, to generate one from the other: simulate, convert and check them.
 
     python -m data_prep.fields simulate OUT --kind matter     slabs of simulated universes: projected density of matter, 64 x 64
     python -m data_prep.fields simulate OUT --kind volumes    full small universes: density of matter, 32^3
     python -m data_prep.fields simulate OUT --kind weather    maps of an idealised atmosphere of the globe, 64 x 96
+    python -m data_prep.fields convert SOURCE OUT             fields of NetCDF, Zarr, GRIB, HDF5 or .npy: data_prep.field_pairs
     python -m data_prep.fields check OUT                      files against their index, low against high, a picture
 
     OUT/{train,validation,test}/fields_000000.h5   "high" float32 [N, C, *S] and "low" float32 [N, C, *s], standardized
@@ -17,6 +18,9 @@ same logarithm, mean and deviation. The index states all of these, so that every
 Mean and deviation are those of the first 16 universes (or moments) of the training split, rounded to 4 digits: they do not change
 when a set grows, and are the same on any machine. All maps of one universe are in one split. Maps of one universe are not
 independent: they share the parameters, and slabs along two axes share the matter at their crossing.
+
+Converted samples are in the order of time: the first ones train, the last ones are held out. A channel of positive values has
+the logarithm or square root after which its distribution is least skewed; data_prep.standardize.
 
 A file is a pure function of the recipe and its universes: ranks, cores and interruptions change nothing in it.
 
@@ -34,10 +38,12 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import command, cosmoflow, moments, scenes, store, universe
+from data_prep import command, cosmoflow, field_pairs, scenes, store, universe
 from data_prep.atmosphere import VARIABLES
 from data_prep.command import option
+from data_prep.field_pairs import block_mean
 from data_prep.sphere import Grid
+from data_prep.standardize import Standard
 from data_prep.store import Field
 from hpcai.errors import ConfigError, DataError
 
@@ -51,14 +57,6 @@ FLOOR = 0.05                    # added before the logarithm, in units of the me
 OVERSAMPLING = 2                # of the grid of weather along each side: cyclones are narrower than a cell of the map
 WEATHER_STREAM = 1
 TOLERANCE = 1e-4                # deviations: rounding error of float32 between low and the mean of high
-
-
-def block_mean(values: NDArray[Any], factor: int, dims: int) -> NDArray[Any]:
-    """Return the means over blocks of ``factor`` cells a side of the last ``dims`` dims.   [..., *S] -> [..., *S/factor]"""
-    for dim in range(values.ndim - dims, values.ndim):
-        shape = values.shape
-        values = values.reshape(*shape[:dim], shape[dim] // factor, factor, *shape[dim + 1 :]).mean(dim + 1)
-    return values
 
 
 # ---- simulate
@@ -103,32 +101,17 @@ class Recipe(command.Recipe):
         """Return the parameters in [-1, 1].   [P]"""
         return np.zeros(0)
 
-    def transform(self, values: Array) -> Array:
-        """Return the values that are standardized, from physical units."""
-        return values if self.floor is None else np.log(values + self.floor)
-
     def kind_header(self) -> dict[str, Any]:
         """Return the header entries of this kind."""
         raise NotImplementedError
 
-    def standardize(self, values: Array) -> Array:
-        """Return the stored values, from physical units.   [..., C, *S]"""
-        mean, deviation = self._per_channel()
-        return (self.transform(values) - mean) / deviation
-
-    def unstandardize(self, values: NDArray[Any]) -> Array:
-        """Return physical units from stored values, in float64.   [..., C, *S]"""
-        mean, deviation = self._per_channel()
-        transformed = mean + deviation * values.astype(np.float64)
-        return transformed if self.floor is None else np.exp(transformed) - self.floor
-
-    def _per_channel(self) -> tuple[Array, Array]:
-        ones = (1,) * len(self.shape)
-        return np.reshape(self.mean, (-1, *ones)), np.reshape(self.deviation, (-1, *ones))
+    @property
+    def standard(self) -> Standard:
+        return Standard.from_header(self.header())
 
     def coarsen(self, values: Array) -> Array:
         """The coarse counterpart, standardised, from physical units.   [..., C, *S] -> [..., C, *s]"""
-        return self.standardize(block_mean(values, self.factor, len(self.shape)))
+        return self.standard.apply(block_mean(values, self.factor, len(self.shape)))
 
     def header(self) -> dict[str, Any]:
         moments = {"mean": list(self.mean), "deviation": list(self.deviation)}
@@ -250,9 +233,10 @@ def with_statistics(recipe: Recipe, out: Path) -> Recipe:
         if saved.get("mean") and {**saved, "mean": [], "deviation": []} == settings:
             return replace(recipe, mean=tuple(saved["mean"]), deviation=tuple(saved["deviation"]))
     first = islice((number for number in range(10**6) if recipe.split(number) == "train"), STATISTICS_SIZE)
-    fields = np.concatenate([recipe.transform(recipe.simulate(number)) for number in first])
-    statistics = moments.summarize([moments.compute(np.moveaxis(fields, 1, -1).reshape(-1, fields.shape[1]))])
-    mean, deviation = (tuple(float(f"{value:.4g}") for value in statistics[key]) for key in ("mean", "deviation"))
+    fields = np.concatenate([recipe.simulate(number) for number in first])
+    kind = "none" if recipe.floor is None else "log"
+    plain = Standard(len(recipe.shape), (kind,) * fields.shape[1], (recipe.floor or 0.0,) * fields.shape[1])
+    mean, deviation = plain.measured(fields)[3:]
     return replace(recipe, mean=mean, deviation=deviation)
 
 
@@ -261,7 +245,7 @@ def write_fields(recipe: Recipe, numbers: Sequence[int], path: Path) -> None:
     with store.create_file(path, n * len(numbers), recipe.fields(), about) as file:
         for position, number in enumerate(numbers):
             values, rows = recipe.simulate(number), slice(position * n, (position + 1) * n)
-            file["high"][rows], file["low"][rows] = recipe.standardize(values), recipe.coarsen(values)
+            file["high"][rows], file["low"][rows] = recipe.standard.apply(values), recipe.coarsen(values)
             if "parameters" in file:
                 file["parameters"][rows] = recipe.target(number)
 
@@ -302,25 +286,30 @@ def simulate(options: argparse.Namespace) -> command.Plan:
 
 def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the rows in which ``low`` is not the mean of ``high``, or matter is not conserved."""
-    kind = KINDS.get(prepared.recipe.get("field", ""))
-    if kind is None or (recipe := prepared.simulation_settings(kind)) is None:
+    conserves = prepared.recipe.get("field") == "volumes"
+    if prepared.recipe.get("field") not in KINDS and "factor" not in prepared.recipe:
         raise DataError(f"{prepared.out}: recipe.json is not of data_prep.fields; name another folder")
+    if prepared.recipe.get("coarse"):
+        return                                  # a source of its own
+    standard, factor = Standard.from_header(prepared.index), prepared.index["factor"]
     rows = command.subsample(prepared.locations, options.check_count)
     for path, row in rows:
         with h5py.File(path, "r") as file:
-            high, low = recipe.unstandardize(file["high"][row]), file["low"][row]
-        if (error := float(np.abs(recipe.coarsen(high) - low).max())) > TOLERANCE:
+            high, low = standard.invert(file["high"][row]), file["low"][row]
+        if (error := float(np.abs(standard.apply(block_mean(high, factor, standard.sides)) - low).max())) > TOLERANCE:
             yield f"{path}: row {row}: 'low' is {error:.2g} deviations off the mean of blocks of 'high'; make the file again"
-        if recipe.field == "volumes" and abs(excess := high.mean() - 1) > TOLERANCE:
+        if conserves and abs(excess := high.mean() - 1) > TOLERANCE:
             yield f"{path}: row {row}: the mean density is off by {excess:.2g}, matter is not conserved; make the file again"
     print(f"low of {len(rows)} samples compared with the mean of high")
 
 
 BUILDER = command.DatasetBuilder(
-    "fields", "Fields and their coarse counterparts: simulate and check them.", "diffusion",
+    "fields", "Fields and their coarse counterparts: simulate, convert and check them.", "diffusion",
     command.Check("Files against index.json, low against high.", check_samples, ("rows", 1000, "samples to recompute")),
     (command.Simulate("Density of matter in slabs or volumes, or maps of the weather, each with its coarse counterpart.", Matter,
-                      ("samples", 1700, "how many, in complete universes; a later run may add more"), simulate, add_kind_option),),
+                      ("samples", 1700, "how many, in complete universes; a later run may add more"), simulate, add_kind_option),
+     command.Convert("Fields of NetCDF, Zarr, GRIB, HDF5 or .npy files, each with its coarse counterpart.",
+                     field_pairs.Conversion, field_pairs.convert, field_pairs.add_sources)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

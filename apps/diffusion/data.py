@@ -20,8 +20,13 @@ from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import DataError
-from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_deferred, parallelize
+from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, UNetConfig, load_deferred, parallelize
 from hpcai.programs import command_of
+
+_DESCRIPTION = (
+    "channels", "channel_units", "mean", "deviation", "factor", "box", "box_units", "periodic", "parameters", "low", "high",
+    "units",
+)  # fmt: skip
 
 
 class Turn(NamedTuple):
@@ -105,7 +110,10 @@ class Fields(Samples):
 def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionConfig]]:
     """Yield loaders for training (None on ranks that only evaluate), validation and ensembles, and the settings of the model,
     completed from the data."""
-    encoded = broadcast_from_first(partial(latents.read_metadata, cfg.data.directory / "train"), mesh.peers)
+    metadata = broadcast_from_first(partial(latents.read_metadata, cfg.data.directory / "train"), mesh.peers)
+    encoded = metadata.get("kind") == "latents"
+    if metadata and not encoded:
+        cfg = complete_network(cfg, metadata)
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     data, replicas = cfg.data, mesh["replicate"].size  # one sample per replica: its ensemble is a batch
     kwargs, turn_kwargs = training_kwargs(train, cfg), {} if encoded or not data.turn else {"turn": cfg.train.seed}
@@ -131,8 +139,9 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     """Open a split: the datasets that the model reads, fields and their conditions or latents and their texts."""
     data, network, shards = cfg.data, cfg.model.network, cfg.data.shards if split == "train" else 1
     folder = data.directory / split
-    if encoded := broadcast_from_first(partial(latents.read_metadata, folder), mesh.peers):
-        return open_split(folder, latents.layouts(cfg, folder, encoded), latents.REMEDY, data, mesh, shards)
+    metadata = broadcast_from_first(partial(latents.read_metadata, folder), mesh.peers)
+    if metadata.get("kind") == "latents":
+        return open_split(folder, latents.layouts(cfg, folder, metadata), latents.REMEDY, data, mesh, shards)
     remedy = f"make data with: {command_of('data_prep.fields')} simulate {data.directory} --kind matter, or set data.directory"
     dims = getattr(network, "dims", 2)
     layouts: dict[str, Any] = {"high": ("float32", (network.inputs, *(None,) * dims))}
@@ -141,6 +150,23 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     if getattr(network, "parameters", 0):
         layouts["parameters"] = ("float32", (network.parameters,))
     return open_split(folder, layouts, remedy, data, mesh, shards)
+
+
+def complete_network(cfg: Config, metadata: dict[str, Any]) -> Config:
+    """Return the settings with dims, channels and periodic sides of the data where those of a U-Net are defaults. Raises DataError
+    for an index that does not describe fields."""
+    if missing := [key for key in _DESCRIPTION if key not in metadata]:
+        actual = f"{cfg.data.directory}: its index has no {', '.join(missing)}, which describe fields"
+        raise DataError(f"{actual}; make it with: {command_of('data_prep.fields')} convert SOURCE OUT")
+    unet, channels, periodic = cfg.model.unet, len(metadata["channels"]), tuple(metadata["periodic"])
+    if unet is None:
+        return cfg
+    values: dict[str, Any] = {"inputs": channels, "outputs": channels, "dims": len(periodic), "periodic": periodic}
+    if metadata["factor"] and not unet.parameters:
+        values["field"] = channels
+    default = UNetConfig()
+    completed = unet.model_copy(update={key: value for key, value in values.items() if getattr(unet, key) == getattr(default, key)})
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update={"unet": completed})})
 
 
 def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
@@ -158,7 +184,8 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
         )
     fields = FieldsConfig(
         names=tuple(metadata["channels"]), units=tuple(metadata["channel_units"]), mean=tuple(metadata["mean"]),
-        deviation=tuple(metadata["deviation"]), floor=metadata.get("floor"), factor=metadata["factor"], box=tuple(metadata["box"]),
+        deviation=tuple(metadata["deviation"]), floor=metadata.get("floor"), transforms=tuple(metadata.get("transforms", ())),
+        floors=tuple(metadata.get("floors", ())), factor=metadata["factor"], box=tuple(metadata["box"]),
         box_units=metadata["box_units"], periodic=wraps, parameters=tuple(metadata["parameters"]), low=tuple(metadata["low"]),
         high=tuple(metadata["high"]), parameter_units=tuple(metadata["units"]),
     )  # fmt: skip

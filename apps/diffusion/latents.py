@@ -40,10 +40,9 @@ class EncodedImages(Samples):
         return Batch(values["moments"], number, when, tokens=tokens, pooled=pooled, level=level)
 
 
-def read_metadata(folder: Path) -> dict[str, Any] | None:
-    """Read the metadata of latents from the index of a split; None for a split of fields, or without an index."""
-    content = read_index(folder / INDEX)[0] if (folder / INDEX).is_file() else {}
-    return content if content.get("kind") == "latents" else None
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """Read the index of a split, or return {} if it has none."""
+    return read_index(folder / INDEX)[0] if (folder / INDEX).is_file() else {}
 
 
 def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:

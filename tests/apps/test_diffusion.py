@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from apps.diffusion.__main__ import main
+from apps.diffusion.settings import Config
+from data_prep import fields
+from hpcai import config
 from hpcai.models.diffusion import Batch, Condition, Diffusion, score
 from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import ROOT, metric_by_step
@@ -54,6 +58,33 @@ def test_ensembles_are_those_of_the_saved_weights(data: Path) -> None:
     density = model.to_physical(torch.from_numpy(ensembles["truth"]))
     torch.testing.assert_close(model.standardize(density), torch.from_numpy(ensembles["truth"]), rtol=1e-4, atol=1e-5)
     assert density.min() > -0.05 and 0.5 < float(density.mean()) < 2
+
+
+def test_two_commands_go_from_a_users_file_to_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("xarray", reason="xarray, of the extra fields, is not installed")
+    wind = np.random.default_rng(0).normal(5.0, 2.0, (24, 2, 16, 32)).astype("f4")
+    np.save(tmp_path / "wind.npy", wind)
+    options = "--variables u v --periodic x --validation 0.25 --workers 1"
+    assert fields.main(["convert", str(tmp_path / "wind.npy"), str(tmp_path / "data"), *options.split()]) == 0
+
+    def train() -> int:
+        _, *overrides = APP.overrides(tmp_path / "data", tmp_path / "run", "model.unet.attention=[none,none]")
+        with pytest.raises(SystemExit) as end:
+            config.run(Config, main, [str(ROOT / "apps/diffusion/configs/fields.yaml"), *overrides])
+        return int(end.value.code or 0)
+
+    assert train() == 0
+    model, ensembles = Diffusion.load(tmp_path / "run"), np.load(tmp_path / "run/ensembles.npz", allow_pickle=False)
+    assert model.cfg.unet is not None and model.cfg.unet.periodic == (False, True) and model.cfg.unet.field == 2
+    assert ensembles["members"].shape == (3, 4, 2, 16, 32)
+    truth = model.to_physical(torch.from_numpy(ensembles["truth"]))
+    np.testing.assert_allclose(truth, wind[18:21], rtol=1e-4, atol=1e-4)
+    index = tmp_path / "data/train/index.json"
+    index.write_text(json.dumps({key: value for key, value in json.loads(index.read_text()).items() if key != "box"}))
+    capsys.readouterr()
+    assert train() == 1
+    error = capsys.readouterr().err
+    assert "has no box, which describe fields; make it with: python -m data_prep.fields convert SOURCE OUT" in error, error
 
 
 KINDS = {

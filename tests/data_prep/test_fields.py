@@ -121,8 +121,8 @@ def test_volumes_are_full_cubes_and_the_check_tests_conservation(tmp_path, capsy
 
     def heavier(file):
         recipe = read_recipe(tmp_path)
-        values = 1.01 * recipe.unstandardize(file["high"][0])
-        file["high"][0], file["low"][0] = recipe.standardize(values), recipe.coarsen(values)
+        values = 1.01 * recipe.standard.invert(file["high"][0])
+        file["high"][0], file["low"][0] = recipe.standard.apply(values), recipe.coarsen(values)
 
     assert check_fails(run, tmp_path, tmp_path.with_name("heavier"), heavier, "the mean density is off by 0.01")
 

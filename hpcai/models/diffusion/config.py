@@ -252,7 +252,11 @@ class FieldsConfig(Settings):
     deviation: tuple[PositiveFloat, ...]
     """inputs of a network are (field - mean) / deviation"""
     floor: PositiveFloat | None = None
-    """added to a field before its logarithm; null: no logarithm"""
+    """added to all fields before their logarithm; null: ``transforms``"""
+    transforms: tuple[Literal["none", "log", "sqrt"], ...] = ()
+    """of each field before mean and deviation: the logarithm of field + floor, or the square root; empty: none"""
+    floors: tuple[NonNegativeFloat, ...] = ()
+    """of each field, for ``transforms``"""
     factor: NonNegativeInt = 0
     """resolution of a sample relative to its coarse field; 0: there is none"""
     box: tuple[PositiveFloat, ...] = ()

@@ -27,7 +27,7 @@ from hpcai.models.diffusion.vae import Latents
 from hpcai.nn.weights import PretrainedMixin
 
 _RANGE_TOLERANCE = 1e-3  # of standardized parameters, whose range is [-1, 1]
-_MAX_RMS = 4.0  # of a standardized coarse field; simulated ones have 0.4 to 1.2
+_MIN_RMS, _MAX_RMS = 0.05, 4.0  # of a standardized coarse field; simulated ones have 0.4 to 1.2
 _BATCH_SIZE = 64
 _NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux}
 
@@ -85,6 +85,9 @@ class Diffusion(PretrainedMixin):
         pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
         indices, dtype = indices.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
         needs_empty = unconditional is None and cfg.guidance != 1 and given
+        if needs_empty and self.cfg.fields is not None and not self.cfg.unconditional:
+            actual = f"sampler.guidance is {cfg.guidance:g}, but model.unconditional is 0: the network never saw an empty condition"
+            raise ConfigError(f"{actual}; set guidance to 1, give unconditional, or train with model.unconditional=0.1")
         batches, training = pairs.split(batch_size), self.training
         samples = []
         self.eval()
@@ -147,15 +150,16 @@ class Diffusion(PretrainedMixin):
         """Convert standardized fields to physical units.   [..., C, *S] -> the same, float64"""
         fields = self._fields
         values = self._per_channel(fields.mean, x) + self._per_channel(fields.deviation, x) * x.double()
-        return values if fields.floor is None else values.exp() - fields.floor
+        return self._transform(values, {"log": lambda z, floor: z.exp() - floor, "sqrt": lambda z, _: z.clamp(min=0).square()})
 
     def standardize(self, x: Tensor) -> Tensor:
         """Standardize fields in physical units, such as a coarse field to be refined. Raises DataError for values that are not
         finite, or have no logarithm.   [..., C, *S] -> the same"""
-        fields, values = self._fields, x.double()
-        values = values if fields.floor is None else (values + fields.floor).log()
+        fields = self._fields
+        values = self._transform(x.double(), {"log": lambda z, floor: (z + floor).log(), "sqrt": lambda z, _: z.sqrt()})
         if not bool(values.isfinite().all()):
             limit = "" if fields.floor is None else f" above {-fields.floor:g}; add 1 to a density contrast"
+            limit = limit or (f", of which {', '.join(fields.transforms)} exists" if fields.transforms else "")
             raise DataError(f"fields go from {float(x.min()):g} to {float(x.max()):g}; expected finite values{limit}")
         return ((values - self._per_channel(fields.mean, x)) / self._per_channel(fields.deviation, x)).float()
 
@@ -183,7 +187,8 @@ class Diffusion(PretrainedMixin):
             low, high, rms = (float(value) for value in (values.min(), values.max(), values.square().mean().sqrt()))
             if not math.isfinite(rms):
                 raise DataError(f"condition.field: {name} goes from {low:g} to {high:g}; expected finite values; fill the others")
-            if rms > _MAX_RMS or (fields.floor and low > 0 and values.numel() >= 64):  # a few cells may all be dense
+            is_odd = rms < _MIN_RMS or (fields.floor and low > 0)
+            if rms > _MAX_RMS or (is_odd and values.numel() >= 64):  # a few cells may all be dense, or calm
                 text = "condition.field: %s goes from %.3g to %.3g (RMS %.3g); expected standardized values of both signs, as of"
                 warn(text + " model.standardize(...)", name, low, high, rms)
         if parameters is not None:
@@ -199,6 +204,16 @@ class Diffusion(PretrainedMixin):
         if self.cfg.fields is None:
             raise ConfigError("the model cannot convert samples to physical units: its settings have no fields")
         return self.cfg.fields
+
+    def _transform(self, x: Tensor, functions: Mapping[str, Callable[[Tensor, float], Tensor]]) -> Tensor:
+        """Apply the function of the transform of each channel.   [..., C, *S] -> the same"""
+        fields, dim = self._fields, -len(self.cfg.size or (0, 0, 0))
+        kinds = ("log",) * x.shape[dim] if fields.floor is not None else fields.transforms
+        if not any(kind in functions for kind in kinds):
+            return x
+        floors = fields.floors or (fields.floor or 0.0,) * len(kinds)
+        parts = zip(x.unbind(dim), kinds, floors)
+        return torch.stack([functions[kind](part, floor) if kind in functions else part for part, kind, floor in parts], dim)
 
     def _per_channel(self, values: Sequence[float], x: Tensor) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=x.device).view(-1, *(1,) * (len(self.cfg.size) - 1 or 2))

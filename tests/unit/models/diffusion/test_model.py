@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, draw_ensemble, ensemble_scores, loss, score, scores
+from hpcai.models.diffusion import (
+    Batch,
+    Condition,
+    Diffusion,
+    DiffusionConfig,
+    SamplerConfig,
+    draw_ensemble,
+    ensemble_scores,
+    loss,
+    score,
+    scores,
+)
 from hpcai.models.diffusion.objective import LEVELS
 from tests.reference_data import load_json
 
@@ -113,6 +124,24 @@ def test_physical_units_and_sizes() -> None:
         new_model().to_physical(density)
     with pytest.raises(DataError, match=r"conditions and indices are of \[2, 3\] samples"):
         model.sample(Condition(field=torch.zeros(2, 1, 2, 2)), indices=torch.arange(3))
+
+
+def test_each_channel_has_its_transform_and_guidance_needs_training(caplog: pytest.LogCaptureFixture) -> None:
+    fields = {"names": ["t", "rain", "wind"], "units": ["K", "m", "m/s"], "mean": [280, -6, 3], "deviation": [10, 1.5, 1],
+              "factor": 4, "transforms": ["none", "log", "sqrt"], "floors": [0, 1e-5, 0]}  # fmt: skip
+    settings = {"unet": {**UNET, "inputs": 3, "outputs": 3, "field": 3}, **CASES["flow"], "size": [3, 8, 8], "fields": fields}
+    model = Diffusion(DiffusionConfig.model_validate(settings, strict=False))
+    physical = torch.rand(2, 3, 2, 2, dtype=torch.float64) + torch.tensor([280.0, 0.0, 3.0]).view(3, 1, 1)
+    standard = model.standardize(physical)
+    expected = torch.stack([(physical[:, 0] - 280) / 10, ((physical[:, 1] + 1e-5).log() + 6) / 1.5, physical[:, 2].sqrt() - 3], 1)
+    torch.testing.assert_close(standard.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.to_physical(standard), physical, rtol=1e-5, atol=1e-5)
+    with pytest.raises(DataError, match="expected finite values, of which none, log, sqrt exists"):
+        model.standardize(-physical)
+    model.sample(Condition(field=torch.full((2, 3, 8, 8), 1e-3)), size=(3, 32, 32))
+    assert "t goes from 0.001 to 0.001 (RMS 0.001); expected standardized values" in caplog.messages[0]
+    with pytest.raises(ConfigError, match="the network never saw an empty condition; set guidance to 1"):
+        model.sample(Condition(field=standard), sampler=SamplerConfig(guidance=2.0))
 
 
 def test_parameters_by_name_and_errors(caplog: pytest.LogCaptureFixture) -> None:
