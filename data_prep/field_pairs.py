@@ -150,13 +150,13 @@ def periodic(source: grids.Source, settings: Conversion) -> list[bool]:
 
 def check_pair(source: grids.Source, coarse: grids.Source) -> int:
     """Return the number of cells of ``source`` along one of ``coarse``. Raises DataError if they do not match."""
-    for name, ours, theirs in (
-        ("channels", [each.name for each in source.channels], [each.name for each in coarse.channels]),
-        ("units", [each.units for each in source.channels], [each.units for each in coarse.channels]),
-        ("samples", [len(source)], [len(coarse)]),
-    ):
-        if ours != theirs:
-            raise DataError(f"{coarse.path}: has {name} {theirs}, {source.path} has {ours}; expected the same")
+    pair = source, coarse
+    for name, values in (
+        ("channels", [[channel.name for channel in each.channels] for each in pair]),
+        ("units", [[channel.units for channel in each.channels] for each in pair]), ("samples", [[len(each)] for each in pair]),
+    ):  # fmt: skip
+        if values[0] != values[1]:
+            raise DataError(f"{coarse.path}: has {name} {values[1]}, {source.path} has {values[0]}; expected the same")
     if source.times is not None and coarse.times is not None and (different := source.times != coarse.times).any():
         number = int(different.argmax())
         times = f"{coarse.times[number]}, in {source.path} of {source.times[number]}"
@@ -186,7 +186,7 @@ def check_alignment(pairs: Pairs, high: Array, low: Array) -> None:
         if not 1 / SCALE < theirs.std() / ours.std() < SCALE or abs(theirs.mean() - ours.mean()) > SHIFT * ours.std():
             values = f"{theirs.mean():.4g} +- {theirs.std():.2g}, in {pairs.source.path} {ours.mean():.4g} +- {ours.std():.2g}"
             raise DataError(f"{where} is {values}; is it in another unit?")
-        found, ways = correlation(ours, theirs), {}
+        similarity, ways = correlation(ours, theirs), {}
         for dim, name in zip(sides, names):
             ways[f"with {name} reversed"] = correlation(ours, np.flip(theirs, dim))
         spectra = [np.fft.fftn(x - x.mean(sides, keepdims=True), axes=sides) for x in (ours, theirs)]
@@ -195,11 +195,11 @@ def check_alignment(pairs: Pairs, high: Array, low: Array) -> None:
         moves = [int(n) if n <= size // 2 else int(n) - size for n, size in zip(peak, products.shape)]
         ways[f"moved by {' and '.join(map(str, moves))} cells"] = correlation(ours, np.roll(theirs, moves, sides))
         way = max(ways, key=lambda name: ways[name])
-        is_misplaced = ways[way] > found + BETTER
-        if found < CORRELATED or is_misplaced:
+        is_misplaced = ways[way] > similarity + BETTER
+        if similarity < CORRELATED or is_misplaced:
             advice = f"{way} by {ways[way]:.2f}: mend the files" if is_misplaced else "are they of the same times and region?"
-            raise DataError(f"{where} correlates by {found:.2f} with means of {pairs.source.path}; {advice}")
-        command.print_rank_0(f"{channel.name}: coarse fields correlate by {found:.2f} with the means of blocks")
+            raise DataError(f"{where} correlates by {similarity:.2f} with means of {pairs.source.path}; {advice}")
+        command.print_rank_0(f"{channel.name}: coarse fields correlate by {similarity:.2f} with the means of blocks")
 
 
 def correlation(a: Array, b: Array) -> float:

@@ -1,6 +1,6 @@
 """Gridded fields of files that people have: NetCDF, Zarr, GRIB and HDF5, read by xarray, and NumPy arrays.
 
-    source = open_source(path, Choice(("t2m", "tp")))
+    source = Source(path, Choice(("t2m", "tp")))
     source.read(5)                    # fields of the 5th sample, in physical units
 
 A sample is one entry along all dims that are neither a side nor a level, such as time. A variable with levels is one channel for
@@ -32,7 +32,7 @@ GRIB, HDF5, NETCDF = (".grib", ".grib2", ".grb", ".grb2"), (".h5", ".hdf5", ".he
 
 @dataclass(frozen=True)
 class Choice:
-    """What to take from the files: variables, levels, and names of the dims that are sides; empty: all, and by their names."""
+    """Variables and levels of the files, and names of the dims that are sides; empty: all, and by their names."""
 
     variables: tuple[str, ...] = ()
     levels: tuple[float, ...] = ()
@@ -82,9 +82,7 @@ class Source:
         self.sides = [_read_side(first, dim, self.files[0]) for dim in self._find_sides(first)]
         self.shape = tuple(len(side.coordinates) for side in self.sides)
         self.channels = list(self._find_channels(first))
-        variable = first[self.channels[0].variable]
-        taken = {*self._side_names, self._level_dim(variable)}
-        self._sample_dims = [dim for dim in variable.dims if dim not in taken]
+        self._sample_dims = self._other_dims(first[self.channels[0].variable])
         sizes, times = list[list[int]](), list[Any]()
         for number, file in enumerate(self.files):
             dataset = open_file(file, choice) if number else first
@@ -103,6 +101,9 @@ class Source:
     def __len__(self) -> int:
         return len(self._order)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_opened": (-1, None)}  # a worker opens its files itself
+
     def read(self, index: int) -> Array:
         """Return the fields of a sample in physical units. Raises DataError for missing cells without a value of ``fill``.
         -> [C, *S] float64"""
@@ -110,7 +111,7 @@ class Source:
         if self._opened[0] != number:
             self._opened = number, open_file(self.files[number], self.choice)
         place = dict(zip(self._sample_dims, map(int, np.unravel_index(offset, self._sizes[number])))) if self._sample_dims else {}
-        reversed_dims = [dim for dim, side in enumerate(self.sides) if side.is_reversed]
+        reversed_dims = tuple(dim for dim, side in enumerate(self.sides) if side.is_reversed)
         values = np.empty((len(self.channels), *self.shape))
         for channel, out in zip(self.channels, values):
             variable = self._opened[1][channel.variable]
@@ -149,19 +150,24 @@ class Source:
             if missing := [dim for dim in self.choice.dims if dim not in dataset.dims]:
                 raise ConfigError(f"{self.path}: has no dim {missing[0]} for --dims; it has {sizes}")
             return self.choice.dims
-        found = {axis: [str(dim) for dim in dataset.dims if _axis_of(dataset, dim) == axis] for axis in ("y", "x")}
-        if all(len(dims) == 1 for dims in found.values()):
-            return found["y"][0], found["x"][0]
+        dims = {axis: [str(dim) for dim in dataset.dims if _axis_of(dataset, dim) == axis] for axis in ("y", "x")}
+        if all(len(names) == 1 for names in dims.values()):
+            return dims["y"][0], dims["x"][0]
         raise ConfigError(f"{self.path}: has dims {sizes}; name the sides with --dims, such as --dims y x, or z y x for volumes")
 
     def _find_channels(self, dataset: Any) -> Iterator[Channel]:
         fill, sides = dict(self.choice.fill), {*self._side_names}
-        usable = [str(name) for name, each in dataset.data_vars.items() if sides <= {*each.dims} and each.dtype.kind in "fiu"]
+        usable = [str(name) for name, each in dataset.data_vars.items()
+                  if sides <= {*each.dims} and each.dtype.kind in "fiu" and self._other_dims(each)]  # fmt: skip
         names = self.choice.variables or tuple(usable)
         if (missing := [name for name in (*names, *fill) if name not in usable]) or not names:
-            found = f"no variable {missing[0]}" if missing else "no variable of numbers"
+            actual = f"no variable {missing[0]}" if missing else "no variable of numbers"
             has = f"; it has {', '.join(usable)}" if usable else ""
-            raise ConfigError(f"{self.path}: has {found} over {', '.join(self._side_names)}{has}")
+            raise ConfigError(f"{self.path}: has {actual} over {', '.join(self._side_names)} and samples, such as times{has}")
+        dims = {name: self._other_dims(dataset[name]) for name in names}
+        if others := [name for name in names if dims[name] != dims[names[0]]]:
+            actual = f"{others[0]} is over {', '.join(dims[others[0]])}, {names[0]} over {', '.join(dims[names[0]])}"
+            raise ConfigError(f"{self.path}: {actual}; choose --variables with equal dims, and convert the others apart")
         for name in names:
             units, level_dim = str(dataset[name].attrs.get("units", "")), self._level_dim(dataset[name])
             if level_dim is None:
@@ -173,6 +179,10 @@ class Source:
                 raise ConfigError(f"{self.path}: {name} has no level {absent[0]:g} of {level_dim}; it has {has}")
             for level in self.choice.levels or levels:
                 yield Channel(f"{name}_{level:g}", name, units, levels.index(level), fill.get(name))
+
+    def _other_dims(self, variable: Any) -> list[str]:
+        """Return the dims along which a variable has samples."""
+        return [str(dim) for dim in variable.dims if dim not in (*self._side_names, self._level_dim(variable))]
 
     def _level_dim(self, variable: Any) -> str | None:
         others = [str(dim) for dim in variable.dims if dim not in self._side_names]

@@ -134,7 +134,7 @@ def test_a_coarse_source_is_taken_if_it_is_of_the_same_places_times_and_units(tm
     (lambda x: x.t2m.values.__setitem__((3, 2), np.nan), [], "2020-01-01T18:00: t2m has no value in 5.9% of its cells; give one"),
     (lambda x: x.tp.values.__setitem__(slice(None), -1e-3), ["--transform", "tp=log"], "has no logarithm"),
     (lambda x: x.t2m.values.__setitem__(slice(None), 273), [], "t2m is 273 in all cells"),
-    (None, ["--variables", "t2"], "has no variable t2 over latitude, longitude; it has t2m, tp, z"),
+    (None, ["--variables", "t2"], "has no variable t2 over latitude, longitude and samples, such as times; it has t2m, tp, z"),
     (None, ["--levels", "300"], "it has 500, 850"), (None, ["--dims", "lat", "lon"], "has no dim lat for --dims"),
     (None, ["--factor", "5", "--multiple", "1"], "longitude has 32 cells, expected a multiple of 5"),
     (None, ["--periodic", "x"], "the sides are latitude longitude"), (None, ["--transform", "q=log"], "the channels are t2m"),
