@@ -5,8 +5,6 @@ For 8,192 tokens of 14,336 channels in bf16 the forward pass moves 672 MiB and t
 intermediate tensor, move 1,120 and 1,792, and save silu(gate), too.
 """
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -75,11 +73,3 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     if gate.shape != up.shape:  # a kernel would read past the end
         raise ValueError(f"gate has shape {list(gate.shape)}, up {list(up.shape)}; expected the same")
     return _SwiGLU.apply(gate.contiguous(), up.contiguous())
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs, options) of the launches of language models, to compile them ahead of time."""
-    for kernel, kind in product((_forward, _backward), ("bf16", "fp32")):
-        fixed = {"UNIT": 8, "TILE": TILE}
-        types = {n: f"*{kind}" if n[-1] == "_" else "i32" for n in kernel.arg_names}
-        yield f"{kernel.fn.__name__} {kind}", kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, {"num_warps": WARPS}

@@ -12,8 +12,6 @@ B batch, I rows, N entries of a row, H heads, C channels.
 """
 
 import math
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -319,22 +317,3 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
     batch, rows, entries, _, heads, channels = qkvg.shape
     gate_bias, mask = gate_bias.expand(heads * channels), mask.expand(batch, rows, entries)  # a kernel would read past their ends
     return _attend(qkvg, gate_bias, mask, None if bias is None else bias.expand(batch, heads, entries, entries))[0].flatten(-2)
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs, options) of the launches of OpenFold with N divisible by 16, to compile them
-    ahead of time."""
-    kernels = _forward, _grad_gate, _grad_key, _grad_query, _grad_bias
-    steps = {"x": ("i32",) * 5, "o": ("i32",) * 4, "t": ("i32",) * 4}
-    for kernel, channels, biased, kind in product(kernels, (8, 16, 32), (True, False), ("bf16", "fp32")):
-        names, kwargs = kernel.arg_names, _launch_kwargs(channels, TILE, UNIT, kind == "bf16")[kernel is not _forward]
-        if not biased and (kernel is _grad_bias or (kernel is not _grad_gate and channels < 32)):
-            continue  # only the attention along columns has no bias, with 32 channels a head
-        if biased and kernel is _grad_gate:
-            continue
-        vectorized = ("qkvg_", "bias_", "out_", "grad_", "d_", "d_out_")
-        types = {x: steps.get(x, f"*{kind if x in vectorized else 'fp32'}" if x[-1] == "_" else "i32") for x in names}
-        fixed = {x: kwargs[x] for x in names if x in kwargs} | ({"bias_": None} if "bias_" in names and not biased else {})
-        name = f"{kernel.fn.__name__} {kind} C={channels}{' bias' if biased else ''}"
-        options = {x: kwargs[x] for x in ("num_warps", "num_stages")}
-        yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, options

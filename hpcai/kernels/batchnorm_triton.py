@@ -6,15 +6,14 @@ of one matrix, tile by tile: the parameters of its channels are loaded once, and
 sums of the strips in a fixed order.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcai.kernels.batchnorm import ACTIVATIONS, NormParams
+from hpcai.kernels.batchnorm import NormParams
 
 # These passes are bound by memory. At 3.35 TB/s (H100) and a latency of 0.8 us, 20 KB must be in flight to each of 132
 # multiprocessors. A program loads 16 elements a thread, 8 KiB or more, of each tensor at a time. A multiprocessor runs four
@@ -285,23 +284,3 @@ def grad_input(dy: Tensor, x: Tensor, params: NormParams, grad_weight: Tensor, g
     with torch.cuda.device_of(x):
         _grad_input[plan.grid](dy_, x, dx, *params[:5], grad_weight, grad_bias, *plan.sizes, ACT=params.act, **plan.shape)
     return dx
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs) of the launches of training, to compile them ahead of time."""
-    acts, launched = [None, *ACTIVATIONS], list[tuple[Any, str, dict[str, Any]]]()
-    launched += (
-        (_moments, "", {}), *((_merge, "", {"MOMENTS": m, "GROUPED": g}) for m, g in ((True, False), (True, True), (False, False))),
-        *((_normalise, "plus_", {"ACT": act}) for act in acts), (_normalise, "", {"ACT": "relu"}),
-        *((_sums, "y_ dz_", {"ACT": act}) for act in acts), (_sums, "", {"ACT": "relu"}),
-        *((_grad_input, "", {"ACT": act}) for act in acts),
-    )  # fmt: skip
-    for kernel, absent, more in launched:
-        shape = {"PARTS": PARTS, "COLUMNS": SECTOR} if kernel is _merge else {"UNIT": UNIT, "ROWS": TILE // 128, "COLUMNS": 128}
-        names, fixed = kernel.arg_names, {**dict.fromkeys(absent.split()), **more, **shape}
-        vectorized = [x for x in names if x in ("x_", "y_", "plus_", "dx_", "dy_", "dz_") and x not in fixed]
-        for kind in ("bf16", "fp32") if vectorized else ("fp32",):
-            scalar = {"eps": "fp32", "slope": "fp32"}
-            types = {x: f"*{kind}" if x in vectorized else "*fp32" if x[-1] == "_" else scalar.get(x, "i32") for x in names}
-            name = " ".join([kernel.fn.__name__, kind, *vectorized, *(f"{key}={value}" for key, value in more.items())])
-            yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed

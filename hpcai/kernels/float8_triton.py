@@ -7,8 +7,6 @@ number of programs writes a partial amax as an integer: float32 bits without the
 all. Every program of the second kernel reduces the partial values to the scale, so that nothing runs between the two.
 """
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -97,22 +95,3 @@ def quantize(
 def _shape(dtype: torch.dtype, unit: int) -> dict[str, Any]:
     fixed = {"EXPONENT": MAX_EXPONENT[dtype], "UNIT": unit, "PAD": ALIGNMENT, "PARTS": triton.next_power_of_2(PROGRAMS)}
     return {**fixed, "ROWS": ROWS, "CHANNELS": CHANNELS, "num_warps": WARPS}
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs, options) of the launches of language models, to compile them ahead of time."""
-    options = {"num_warps": WARPS}
-    for kind in ("bf16", "fp32"):
-        fixed: dict[str, Any] = {"UNIT": ALIGNMENT, "TILE": TILE}
-        types = {n: {"x_": f"*{kind}", "amax_": "*i32"}.get(n, "i32") for n in _amax.arg_names}
-        yield f"_amax {kind}", _amax, types | dict.fromkeys(fixed, "constexpr"), fixed, options
-    forms = ("both", "rows", "columns"), (True, False), (("fp8e4nv", torch.float8_e4m3fn), ("fp8e5", torch.float8_e5m2))
-    for kind, form, finds, (name, dtype) in product(("bf16", "fp32"), *forms):
-        if (kind, form) == ("fp32", "both"):
-            continue
-        fixed = {n: value for n, value in _shape(dtype, ALIGNMENT).items() if n != "num_warps"}
-        absent = {"rows": ["columns_"], "columns": ["rows_"], "both": []}[form] + ([] if finds else ["amax_"])
-        fixed |= dict.fromkeys(absent)
-        types = {"x_": f"*{kind}", "amax_": "*i32", "scale_": "*fp32", "rows_": f"*{name}", "columns_": f"*{name}"}
-        types = {n: types.get(n, "i32") for n in _cast.arg_names} | dict.fromkeys(fixed, "constexpr")
-        yield f"_cast {kind} {name} {form} {'scale found' if finds else 'scale given'}", _cast, types, fixed, options

@@ -2,8 +2,6 @@
 """Triton kernels of ``fused_optimizer``, in float32 arithmetic. Code that depends on a pointer that is None is not compiled."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -147,23 +145,3 @@ def run(
         total = w.new_empty(s.count, 2)
         fold[(s.count,)](sums, s.upto, total, BLOCK=512, num_warps=4)
     return total
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs) of the launches of training, to compile them ahead of time."""
-    for kind, operands, rounded in (
-        ("adam", "m_ v_ average_ average_rate_ bf16_ lr_ step_ scale_ found_inf_", "g_"),
-        ("adamw", "m_ v_ average_ average_rate_ bf16_ lr_ step_ scale_ found_inf_ seed_", "g_ m_ v_"),
-        ("lamb", "m_ v_ direction_ table_ sums_ step_ scale_ found_inf_ seed_", "g_ m_ v_"),
-        ("inside", "bf16_ average_ average_rate_ ratio_ table_ lr_ found_inf_", ""),
-        ("inside", "m_ bf16_ average_ average_rate_ ratio_ table_ lr_ scale_ found_inf_", "g_"),
-        ("outside", "m_ bf16_ average_ average_rate_ lr_ scale_ found_inf_ seed_", "g_ m_"),
-        ("norms", "table_ sums_ scale_", "g_"),
-    ):
-        names, present, half = update.arg_names, ["w_", "g_", *operands.split()], rounded.split()
-        fixed: dict[str, Any] = {x: None for x in names if x.endswith("_") and x not in present}
-        fixed |= {"KIND": kind, "NESTEROV": kind == "outside", "ALIGN": 16, "BLOCK": 2048 if "table_" in present else 1024}
-        types = {"bf16_": "*bf16", "table_": "*i64", "seed_": "*i64", "n": "i64", "offset": "i64", **dict.fromkeys(half, "*bf16")}
-        types = {x: types.get(x, "*fp32" if x in present else "fp32") for x in names} | dict.fromkeys(fixed, "constexpr")
-        yield f"{kind} {' '.join(x + 'bf16' if x in half else x for x in present)}", update, types, fixed
-    yield "fold", fold, {"sums_": "*fp32", "upto_": "*i64", "total_": "*fp32", "BLOCK": "constexpr"}, {"BLOCK": 512}

@@ -5,8 +5,6 @@ For the 256 projections of 256 x 256 pairs of a triangle multiplication in bf16,
 160; the reference, with its intermediate tensors, moves 224 and 416.
 """
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -168,15 +166,3 @@ def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
     with other strides are copied first.
     """
     return _Gate.apply(x, g, mask)
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs, options) of the launches of OpenFold, and of masks with one element for a row, to
-    compile them ahead of time."""
-    for kernel, kind, masked in product((_forward, _backward), ("bf16", "fp32"), ("", "mask", "mask of rows")):
-        rows = 32 if masked == "mask of rows" else 1
-        fixed = {"UNIT": UNIT, "SPREAD": rows > 1, "ROWS": rows, "COLUMNS": TILE // rows} | ({} if masked else {"mask_": None})
-        fixed |= {"LIKE": masked == "mask"} if kernel is _backward else {}
-        types = {n: f"*{'fp32' if n == 'mask_' else kind}" if n[-1] == "_" else "i32" for n in kernel.arg_names}
-        name = f"{kernel.fn.__name__} {kind} {masked}".strip()
-        yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, {"num_warps": WARPS}

@@ -6,8 +6,6 @@ backward pass reads 48 MiB and writes 32. Sums over rows are partial sums of a f
 there are no atomics, and the same input gives the same bits.
 """
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -211,17 +209,3 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch
         form = _form(x)
     save = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or bias.requires_grad)
     return _LayerNorm.apply(x, form, weight.contiguous(), bias.contiguous(), eps, dtype, save)
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs, options) of the launches of OpenFold, to compile them ahead of time: rows of each
-    width, and channels-first products in the precision of the step."""
-    kinds = ("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")
-    forms = *product((64, 128, 256, 384), (False,), kinds), *product((64, 128), (True,), kinds[::2])
-    for kernel, (C, first, (x, y)) in product((_forward, _backward), forms):
-        fixed = {**_shape(C), "EACH": UNIT if first else 1, "UNIT": UNIT, "FIRST": first}
-        pointers = {"x_": x, "dx_": x, "y_": y, "dy_": y}
-        types = {n: f"*{pointers.get(n, 'fp32')}" if n[-1] == "_" else "fp32" if n == "eps" else "i32" for n in kernel.arg_names}
-        name = f"{kernel.fn.__name__} {x} {y} C={C}{' first' if first else ''}"
-        options = {"num_warps": WARPS, **(REGISTERS if kernel is _backward else {})}
-        yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, options

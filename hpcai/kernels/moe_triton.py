@@ -8,8 +8,6 @@
 most ceil(R / TILE) + G tiles, and a program finds its group from all ends.
 """
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -159,24 +157,3 @@ def _product_shape(a: Tensor, b: Tensor, groups: int, precision: str) -> dict[st
     strides = dict(zip(("A_M", "A_K", "B_G", "B_K", "B_N"), (*a.stride(), *(0,) * (3 - b.ndim), *b.stride())))
     sizes = {"M": M, "K": K, "N": b.shape[-1], "G": groups, "GROUPS": triton.next_power_of_2(groups), "ROWS": rows, **strides}
     return {**sizes, "COLUMNS": columns, "INNER": inner, "PRECISION": precision}
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs, options) of the launches of language models, to compile them ahead of time."""
-    for kernel, kind, (C, k) in product((_combine, _combine_backward), ("bf16", "fp32"), ((4096, 2), (7168, 8))):
-        fixed = _shape(torch.empty(1, C, device="meta"), torch.empty(1, k, device="meta"))
-        fixed |= {"SLOTS": k} if kernel is _combine_backward else {}
-        pointers = {"index_": "i64", "weights_": "fp32", "dweights_": "fp32"}
-        types = {n: f"*{pointers.get(n, kind)}" if n[-1] == "_" else "i32" for n in kernel.arg_names}
-        types |= dict.fromkeys(fixed, "constexpr")
-        yield f"{kernel.fn.__name__} {kind} C={C} k={k}", kernel, types, fixed, {"num_warps": WARPS}
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, **FP8}
-    for (kind, dtype), (rows, sums_rows), precision in product(kinds.items(), ((128, 0), (32768, 0), (32768, 1)), ("ieee", "tf32")):
-        x = torch.empty(rows, 4096, dtype=dtype, device="meta")
-        a, b = (x.T, x[:, :1536]) if sums_rows else (x, torch.empty(8, 1536, 4096, device="meta").mT)
-        fixed = _product_shape(a, b, 8, precision) | ({} if kind in FP8 else {"scale_": None})
-        b_kind, y_kind = ("fp8e4nv", "bf16") if kind in FP8 else (kind, kind)
-        types = {"a_": f"*{kind}", "b_": f"*{b_kind}", "ends_": "*i32", "scale_": "*fp32", "y_": f"*{y_kind}"}
-        if kind == "fp32" or precision == "tf32":
-            name = f"_grouped_mm {kind} rows={rows} {precision} {sums_rows}"
-            yield name, _grouped_mm, types | dict.fromkeys(fixed, "constexpr"), fixed, _options(fixed)

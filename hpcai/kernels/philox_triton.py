@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels of ``philox``: each lane computes one counter and writes its elements next to each other."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -132,18 +131,3 @@ def _rows(number: int | Tensor, first: Tensor) -> Tensor:
 
 def _signed(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs) of all launches, to compile them ahead of time."""
-    for kind, wide in (("bits", False), ("uniform", False), ("uniform", True), ("normal", False), ("normal", True)):
-        fixed = {"KIND": kind, "WIDE": wide, "BLOCK": BLOCK}
-        out = "*i64" if kind == "bits" else "*fp64" if wide else "*fp32"
-        types = {"out_": out, "key_": "constexpr"} | dict.fromkeys(("first", "key", "upper", "n"), "i64")
-        types |= dict.fromkeys(fixed, "constexpr")
-        name = f"{kind} {'float64' if wide else 'int64' if kind == 'bits' else 'float32'}"
-        yield f"draw {name}", draw, types, {"key_": None, **fixed}
-        fixed |= {"EACH_KEY": True, "EACH_UPPER": True}
-        types = {"out_": out} | dict.fromkeys(("indices_", "keys_", "uppers_"), "*i64")
-        types |= dict.fromkeys(("rows", "count", "per"), "i64") | dict.fromkeys(fixed, "constexpr")
-        yield f"draw_at {name}", draw_at, types, fixed

@@ -6,8 +6,6 @@ pass reads 192 MiB and writes 128. Sums over rows are partial sums of a fixed nu
 no atomics, and the same input gives the same bits.
 """
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -106,13 +104,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
         raise ValueError(f"weight has shape {list(weight.shape)}; expected {list(x.shape[-1:])}, the channels of x")
     save = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return _RMSNorm.apply(x.contiguous(), weight.contiguous(), eps, dtype, save)
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs, options) of the launches of language models, to compile them ahead of time."""
-    kinds = ("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")
-    for kernel, C, (x, y) in product((_forward, _backward), (2048, 4096, 5120, 8192), kinds):
-        fixed, pointers = _shape(C), {"x_": x, "dx_": x, "y_": y, "dy_": y}
-        types = {n: f"*{pointers.get(n, 'fp32')}" if n[-1] == "_" else "fp32" if n == "eps" else "i32" for n in kernel.arg_names}
-        name = f"{kernel.fn.__name__} {x} {y} C={C}"
-        yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, _options(C)

@@ -1,8 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernel of ``apply_rotary``, in float32 arithmetic: one launch reads and writes queries and keys once."""
 
-from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -107,13 +105,3 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, cos, sin))
         raise ValueError(f"shapes {shapes} of q, k, cos and sin; expected [B, H, T, D] twice and [B or 1, T, D] twice")
     return _Rotation.apply(q, k, cos.contiguous(), sin.contiguous(), interleaved)
-
-
-def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
-    """Yield (name, kernel, signature, constexprs, options) of the launches of models, to compile them ahead of time."""
-    kinds = ("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "fp32")
-    for (kind, angles), size, interleaved in product(kinds, (64, 128), (False, True)):
-        fixed = {"SIGN": 1, "UNIT": 8, **_shape(size), "INTERLEAVED": interleaved}
-        types = {n: f"*{angles if n in ('cos_', 'sin_') else kind}" if n[-1] == "_" else "i32" for n in _rotate.arg_names}
-        types |= dict.fromkeys(fixed, "constexpr")
-        yield f"_rotate {kind} {angles} D={size} {interleaved}", _rotate, types, fixed, {"num_warps": WARPS}
