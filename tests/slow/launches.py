@@ -24,7 +24,7 @@ class EmptyInputs(RandomInputs):
     """Inputs of the benchmark on the CPU without values."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.device, self.dtype = torch.device("cpu"), dtype
+        self.device, self.dtype, self.generator = torch.device("cpu"), dtype, None
 
     def __call__(self, *shape: int, wide: bool = False, fixed: bool = False, last: bool = False, scale: float = 1.0) -> Tensor:
         form = torch.contiguous_format if not last else torch.channels_last if len(shape) == 4 else torch.channels_last_3d
