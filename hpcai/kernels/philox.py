@@ -19,8 +19,6 @@ Raises ConfigError if shape or dtype of ``out`` do not fit, or a count is missin
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -92,15 +90,12 @@ def _draw(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None,
         raise ConfigError(f"philox.{kind}: first is {first} and upper a tensor; expected a tensor of indices, too")
     result = out if out.dtype in (torch.int64, torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
     if triton_support.is_supported(out):
-        _triton().run(kind, key, first, upper, result)
+        from hpcai.kernels import philox_triton
+
+        philox_triton.run(kind, key, first, upper, result)
     else:
         _reference(kind, key, first, count, upper, result)
     return out if result is out else out.copy_(result)
-
-
-@cache
-def _triton() -> Any:
-    return import_module("hpcai.kernels.philox_triton")
 
 
 def _reference(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None, upper: int | Tensor, out: Tensor) -> None:

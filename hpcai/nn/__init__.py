@@ -6,9 +6,8 @@ __getattr__, __all__ = attach(
     __name__,
     {
         ".batchnorm": ["BatchNorm"],
-        ".instancenorm": ["InstanceNorm"],
         ".layernorm": ["LayerNorm"],
-        ".groupnorm": ["GroupNorm"],
+        ".groupnorm": ["GroupNorm", "InstanceNorm"],
         ".conv": ["Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d"],
         ".divisible_shape": ["DivisibleShape"],
     },

@@ -1,4 +1,4 @@
-"""Group normalisation fused with an activation (Wu and He 2018, arXiv:1803.08494).   B batch, C channels."""
+"""Group and instance normalisation fused with an activation (Wu and He 2018, arXiv:1803.08494).   B batch, C channels."""
 
 from typing import Any
 
@@ -84,3 +84,16 @@ class GroupNorm(PerSampleNorm, nn.GroupNorm):
             raise ValueError(f"{channels} channels cannot make {groups} groups; give a number that divides {channels}")
         super().__init__(groups, channels, eps, affine)
         self.set_activation(channels, channels // groups, activation)
+
+
+class InstanceNorm(PerSampleNorm, nn.modules.instancenorm._InstanceNorm):
+    """``nn.InstanceNorm`` of any number of dims, with weights and without running statistics, then an activation (Ulyanov et al.
+    2016, arXiv:1607.08022).
+
+    It is a ``PerSampleNorm`` with a group for each channel. Keys are those of ``nn.InstanceNorm3d(affine=True)``.
+    Shape: x [B, C, ...] -> [B, C, ...]
+    """
+
+    def __init__(self, channels: int, activation: str | None = None, eps: float = 1e-5) -> None:
+        super().__init__(channels, eps, affine=True)
+        self.set_activation(channels, 1, activation)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.nn.batchnorm import BatchNorm
-from hpcai.nn.groupnorm import GroupNorm
-from hpcai.nn.instancenorm import InstanceNorm
+from hpcai.nn.groupnorm import GroupNorm, InstanceNorm
 
 Model = TypeVar("Model", bound=nn.Module)
 _INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -29,8 +29,7 @@ from hpcai.dynamo import disable_dynamo
 from hpcai.errors import MeshError
 from hpcai.kernels.triton_support import on_gpu
 from hpcai.nn.batchnorm import BatchNorm
-from hpcai.nn.groupnorm import GroupNorm
-from hpcai.nn.instancenorm import InstanceNorm
+from hpcai.nn.groupnorm import GroupNorm, InstanceNorm
 from hpcai.nn.upsample_conv import UpsampleConv
 from hpcai.parallel.batchnorm import AllReduce, replace_norms
 from hpcai.parallel.data_parallel import sum_gradients_over

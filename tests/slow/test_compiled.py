@@ -55,8 +55,8 @@ def compile_launch(kernel, *args, **kwargs):
     name = " ".join([kernel.fn.__name__, *types, *sizes])
     print(ptx.split(".target ")[1].split()[0].rstrip(","), module, *figures, casts, name, sep="|")
 JITFunction.run = compile_launch
-for function, inputs in launches.calls(with_float8=arch != "80"):
-    launches.call(function, inputs)
+for call in launches.calls(arch):
+    launches.call(*call)
 """
 
 

@@ -19,7 +19,7 @@ from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
 from hpcai.nn import weights
 from hpcai.nn.deferred_init import read_on_materialize
-from hpcai.nn.safetensors_files import open_tensors, save_sharded
+from hpcai.nn.safetensors_files import open_tensors, read_full, save_sharded
 
 if TYPE_CHECKING:
     from hpcai.models.diffusion.model import Diffusion
@@ -63,12 +63,10 @@ def read_folder(path: str | Path) -> tuple[Settings, State]:
     file = path / (_INDEX if (path / _INDEX).exists() else FILE)
     tensors: State = {}
     for name, lazy in open_tensors(file).items():
-        tensor = lazy[tuple(slice(None) for _ in lazy.size)]
+        tensor = read_full(lazy)
         if not tensor.is_floating_point():
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(f"{lazy.path}: {name} holds {dtype}; expected floating-point numbers: fetch or save it again")
-        if not tensor.isfinite().all():
-            raise CheckpointError(f"{lazy.path}: {name} has elements that are not finite; fetch or save it again")
         tensors[name] = tensor
     state = kind.from_names(tensors)
     weights.check_claims(path / CONFIG, cfg, {name: x.shape for name, x in state.items()})
