@@ -59,7 +59,7 @@ def calls(arch):
 
 
 def call(function, inputs, kwargs=None):
-    """Call a function, and its backward pass if there is scalar."""
+    """Call a function, and its backward pass if there is one."""
     results = function(*inputs, **kwargs or {})
     results = [x for x in (results if isinstance(results, tuple) else [results]) if torch.is_tensor(x) and x.requires_grad]
     if results:
