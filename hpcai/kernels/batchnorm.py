@@ -14,6 +14,8 @@ activation, unless there is a residual; the reference saves y of a rectifier, wh
 """
 
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -117,11 +119,12 @@ def in_channels_last(x: Tensor) -> bool:
 
 
 def _passes(x: Tensor) -> Any:
-    if not triton_support.is_supported(x) or x.dtype == torch.float64 or not in_channels_last(x):
-        return _Reference
-    from hpcai.kernels import batchnorm_triton
+    return _triton() if triton_support.is_supported(x) and x.dtype != torch.float64 and in_channels_last(x) else _Reference
 
-    return batchnorm_triton
+
+@cache
+def _triton() -> Any:
+    return import_module("hpcai.kernels.batchnorm_triton")
 
 
 class _Reference:
