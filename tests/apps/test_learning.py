@@ -38,7 +38,7 @@ from tests.reference_data import DATA
 
 
 def claim(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.claim(pytest.mark.slow(pytest.mark.timeout(1500)(test)))
+    return pytest.mark.claim(pytest.mark.slow(pytest.mark.timeout(3000)(test)))
 
 
 def run_module(*args: str) -> None:
