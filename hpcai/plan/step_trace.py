@@ -89,7 +89,7 @@ FLOP_FORMULAS: dict[Any, Any] = {
     torch.ops.aten._convolution: _conv_flops, torch.ops.aten.convolution_backward: _conv_backward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    torch.ops.aten._grouped_mm: _grouped_flops, "_varlen_attn": partial(_varlen_flops, False),
+    "_grouped_mm": _grouped_flops, "_varlen_attn": partial(_varlen_flops, False),
     "_varlen_attn_backward": partial(_varlen_flops, True),
 }  # fmt: skip
 """FLOP from the shapes of arguments, for operations that torch's counter lacks or overestimates: grouped convolutions, which it
