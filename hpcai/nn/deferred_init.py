@@ -222,14 +222,21 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int | None =
                 raise ConfigError(f"{text}; compute it afterwards")
         tensors = (*model.parameters(), *model.buffers())
         if any(x.device != torch.device(device) or dtype not in (None, x.dtype) for x in tensors):
-            owners = [(part._buffers, name) for part in model.modules() for name, x in part._buffers.items() if x is not None]
-            saved = [vars(buffers[name]) for buffers, name in owners]  # ``.to`` loses the attributes of buffers
-            model.to(device, dtype)
-            for (buffers, name), attributes in zip(owners, saved):
-                vars(buffers[name]).update(attributes)
+            with keep_attributes(model):
+                model.to(device, dtype)
     finally:
         _active[:] = active
     return model
+
+
+@contextmanager
+def keep_attributes(model: nn.Module) -> Iterator[None]:
+    """Context manager: buffers keep their attributes, such as ``shard_spec``, which ``model.to`` loses."""
+    owners = [(part._buffers, name) for part in model.modules() for name, x in part._buffers.items() if x is not None]
+    saved = [vars(buffers[name]) for buffers, name in owners]
+    yield
+    for (buffers, name), attributes in zip(owners, saved):
+        vars(buffers[name]).update(attributes)
 
 
 def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.device, seed: int | None) -> nn.Parameter:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hpcai.dist.collectives import ReduceScatter, all_gather
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
+from hpcai.nn.deferred_init import keep_attributes
 from hpcai.nn.quantized import QuantizedLinear
 from hpcai.parallel.data_parallel import Bucket, GradientReducer, broadcast_parameters
 from hpcai.parallel.sharding import ALONE, FlatParameter, FlatShard, FlatView, flatten, replica_axes, shard_spec, subrange, sum_axes
@@ -187,7 +188,8 @@ class FSDP:
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # without operations that only NCCL has
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         if traces:
-            model._apply(lambda x: torch.empty_like(x, device=mesh.device) if x.is_meta else x.to(mesh.device))
+            with keep_attributes(model):
+                model._apply(lambda x: torch.empty_like(x, device=mesh.device) if x.is_meta else x.to(mesh.device))
         self._trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._extra_sums = [(p, extra_sums[name]) for name, p in self._trainable.items() if extra_sums[name]]
         for name, p in model.named_parameters():

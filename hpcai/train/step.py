@@ -13,7 +13,7 @@ from hpcai import startup
 from hpcai.dist.collectives import all_gather_object, all_reduce_, all_reduce_min, gather_distinct
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
-from hpcai.nn.deferred_init import materialize, record_names
+from hpcai.nn.deferred_init import keep_attributes, materialize, record_names
 from hpcai.nn.moe import Router, update_biases
 from hpcai.parallel.sharding import FlatParameter, global_sum
 from hpcai.settings import StepConfig
@@ -74,7 +74,8 @@ class Step:
         self._seed = torch.initial_seed()
         self.model, dtype = model, torch.float64 if cfg.precision == "fp64" else None
         if cfg.shard == "weights" and mesh["replicate"].size > 1 and any(p.is_meta for p in model.parameters()):
-            record_names(model.to(dtype) if dtype else model)  # no rank materializes the full model
+            with keep_attributes(model):
+                record_names(model.to(dtype) if dtype else model)  # no rank materializes the full model
         else:
             materialize(model, mesh.device, dtype=dtype)
         self.messages += enable_float8(self.model, cfg, mesh.device)

@@ -47,7 +47,7 @@ def test_parts_of_families_sharded_equal_full(axes: dict[str, int]) -> None:
 @pytest.mark.parametrize("axes", [{"context": 2}, {"pipeline": 2}, MESHES[0], MESHES[2], MESHES[5]], ids=str)
 def test_multi_token_prediction_sharded_equals_full(axes: dict[str, int]) -> None:
     cases: list[Case] = [{"model": "mtp", "packed": True}, {"model": "tied mtp"}, {"model": "tied mtp", "adapted": True}]
-    replicated: list[Case] = [cases[0] | {"shard": "optimizer", "experts": 2}, cases[1] | {"shard": "weights"}]
+    replicated = [*with_shard(cases[0] | {"experts": 2}, "optimizer", "weights"), cases[1] | {"shard": "weights"}]
     check_sharded_equals_full(axes, replicated if "replicate" in axes else cases)
 
 
