@@ -20,6 +20,7 @@ from hpcai.models.llm import LLM, build_pipeline
 from hpcai.parallel.pipeline import Pipeline
 from hpcai.plan.machines import Machine
 
+_ACCESSES = 7  # to each byte of the weights, by a micro-batch: read twice, and added to gradients of twice the width
 # mlcommons/logging, rcp_checker/training_6.1.0
 _CONVERGENCE: dict[str, dict[int, float]] = {
     "gpt_oss_20b": {16: 194_765, 32: 234_701, 64: 301_670}, "deepseekv3_671b": {15360: 721_920, 16384: 767_317, 18432: 857_088},
@@ -59,14 +60,17 @@ class Plan(PlannedTraining):
                 yield {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
 
     def estimate(self, cfg: Any, gpus: int, machine: Machine) -> tuple[float, float]:
-        """Count products of matrices, what each form of parallelism sends in a layer, pipeline bubbles, and the gradients."""
+        """Count products of matrices, or the accesses to weights by each micro-batch of a row, what each form of parallelism sends
+        in a layer, pipeline bubbles, and the gradients."""
         mesh, model, again = cfg.mesh, cfg.model, cfg.model.recompute == "layers"
         inner = mesh.tensor * mesh.context
         within = inner * mesh.pipeline
         replicas = gpus // within
         rows, element = cfg.data.batch // replicas, 1 if cfg.step.matmul == "fp8" and 1 in machine.flops else 2
         flops = flops_per_token(cfg, model.positions, True) * cfg.data.batch * model.positions / gpus
-        seconds = machine.slowdown * flops * (4 / 3 if again else 1) / machine.flops[element]
+        bytes = estimate_bytes(cfg.model_copy(update={"step": cfg.step.model_copy(update={"accumulate": rows})}), gpus)
+        accesses = _ACCESSES * rows * bytes["weights"] / machine.bandwidth
+        seconds = machine.slowdown * max(flops * (4 / 3 if again else 1) / machine.flops[element], accesses)
         hidden = 2 * model.width * rows * model.positions // mesh.context  # bytes of the hidden state of a step
         sends = [("all-gather", hidden // mesh.tensor, 8, range(mesh.tensor))] if mesh.tensor > 1 else []
         if mesh.expert > 1:
@@ -78,7 +82,6 @@ class Plan(PlannedTraining):
             times *= (1.5 if again else 1) * model.layers / mesh.pipeline
             seconds += times * machine.communication_time(name, size, ranks)[0]
         seconds *= 1 + (mesh.pipeline - 1) / (rows * cfg.stages.per_rank)
-        bytes = estimate_bytes(cfg.model_copy(update={"step": cfg.step.model_copy(update={"accumulate": rows})}), gpus)
         size = int(bytes["weights"] + bytes["gradients"]) // 2
         return seconds + machine.communication_time("all-reduce", size, range(0, gpus, within))[0], sum(bytes.values())
 

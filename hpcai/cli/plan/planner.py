@@ -35,6 +35,7 @@ from hpcai.train import Step
 
 Overrides = Sequence[str]
 _MARGIN = 0.8  # of the estimates of a search
+_PATIENCE = 12  # meshes that are recorded in a search although none of them is among the fastest
 _MIN_ESTIMATE = 0.9  # ratio of needed to estimated memory, at least
 _USABLE_MEMORY = 0.92  # share of a GPU's memory for tensors; fragmentation, graphs and libraries take the rest
 _LOADER_WARMUP, _LOADER_STEPS = 20, 100  # simulated steps of the loader; during warmup the queue fills
@@ -317,8 +318,9 @@ class Planner:
     def search_meshes(self, gpus: int, machine: Machine, evaluating: int = 0, count: int = 3) -> list[Job]:
         """Return the ``count`` fastest jobs on ``gpus`` with the batch of the settings, each with another mesh. Steps are recorded
         in the order of their estimates, until these exceed the steps of the jobs, even if they are too low by the least factor so
-        far, or by a fifth less. Raises InfeasibleError if there is no job."""
+        far, or by a fifth less, or ``_PATIENCE`` in a row are not among the fastest. Raises InfeasibleError if there is no job."""
         training, batch, jobs, candidates, ratio = self.training, self.settings().data.batch, dict[Any, Job](), [], math.inf
+        slower = 0
         for number, sizes in enumerate(training.meshes(self.settings(), gpus, machine)):
             for index, choice in reversed([*enumerate(training.memory_savings)]):
                 cfg = self.settings(*choice)
@@ -330,12 +332,15 @@ class Planner:
                 candidates.append((seconds, number, index, sizes.get(training.split_axis or "", 1), mesh))
         for seconds, _, index, ways, mesh in sorted(candidates):
             best = sorted(jobs.values(), key=attrgetter("seconds"))[:count]
-            if len(best) == count and _MARGIN * ratio * seconds > best[-1].seconds:
+            if len(best) == count and (_MARGIN * ratio * seconds > best[-1].seconds or slower == _PATIENCE):
                 break
+            if mesh in jobs:  # with less memory it would be slower
+                continue
+            slower += 1
             with suppress(InfeasibleError):
-                if mesh not in jobs:  # with less memory it would be slower
-                    jobs[mesh] = self.plan_job(gpus, ways, batch, machine, evaluating, mesh, [training.memory_savings[index]])
-                    ratio = min(ratio, jobs[mesh].seconds / max(seconds, 1e-9))
+                jobs[mesh] = self.plan_job(gpus, ways, batch, machine, evaluating, mesh, [training.memory_savings[index]])
+                ratio = min(ratio, jobs[mesh].seconds / max(seconds, 1e-9))
+                slower = slower if len(best) == count and jobs[mesh].seconds >= best[-1].seconds else 0
         if not jobs:
             raise InfeasibleError(f"no mesh of {gpus} GPUs fits the memory of {machine.name} with a batch of {batch}")
         return sorted(jobs.values(), key=attrgetter("minutes"))[:count]
