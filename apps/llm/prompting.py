@@ -74,6 +74,7 @@ def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
     from hpcai.nn.deferred_init import deferred, materialize
     from hpcai.train.auto_settings import has_fast_bf16
 
+    mesh.check_axes("a model with prompts of its own on each replica", "replicate", "tensor", "context", "pipeline")
     settings = read_settings(cfg.weights)
     use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and has_fast_bf16(mesh.device))
     placement: dict[str, Any] = {"device": mesh.device, "dtype": torch.bfloat16 if use_bf16 else torch.float32}

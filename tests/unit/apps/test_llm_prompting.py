@@ -20,11 +20,12 @@ from torch import nn
 from apps.llm import chat, generate, score
 from apps.llm.chat import ChatConfig
 from apps.llm.generate import GenerateConfig, continue_file
+from apps.llm.prompting import load_model
 from apps.llm.score import ScoreConfig
 from apps.llm.settings import AxesConfig
 from data_prep import text
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import DataError
+from hpcai.errors import DataError, MeshError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig, Tokenizer, adapt, save_adapter
 from hpcai.models.llm.text import start_tokens
@@ -118,6 +119,12 @@ def test_contradictory_settings_are_refused(command: Any) -> None:
                           (['stop=[""]'], "stop has an empty string"), (["prompt="], "prompt is empty")):  # fmt: skip
         assert message in command(generate.run, *args, code=2)[1]
     assert "neither data nor tasks" in command(score.run, code=2)[1]
+
+
+def test_replicas_with_prompts_of_their_own_share_no_experts(tmp_path: Path) -> None:
+    mesh = Mesh({"replicate": 2, "expert": 2}, world=2)
+    with pytest.raises(MeshError, match="mesh.expert is 2, but a model with prompts .* set mesh.expert=1"):
+        load_model(GenerateConfig(weights=tmp_path, prompt="a"), mesh)
 
 
 def complete_file(mesh: Mesh, cfg: GenerateConfig) -> str:
