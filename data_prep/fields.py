@@ -290,7 +290,8 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
     if prepared.recipe.get("field") not in KINDS and "factor" not in prepared.recipe:
         raise DataError(f"{prepared.out}: recipe.json is not of data_prep.fields; name another folder")
     if prepared.recipe.get("coarse"):
-        return                                  # a source of its own
+        print("low is of a source of its own, and is not compared with the mean of high")
+        return
     standard, factor = Standard.from_header(prepared.index), prepared.index["factor"]
     rows = command.subsample(prepared.locations, options.check_count)
     for path, row in rows:

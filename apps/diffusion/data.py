@@ -153,19 +153,16 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 
 def complete_network(cfg: Config, metadata: dict[str, Any]) -> Config:
-    """Return the settings with dims, channels and periodic sides of the data where those of a U-Net are defaults. Raises DataError
-    for an index that does not describe fields."""
+    """Return the settings with dims, channels and periodic sides of the data if the channels of a U-Net are the defaults. Raises
+    DataError for an index that does not describe fields."""
     if missing := [key for key in _DESCRIPTION if key not in metadata]:
         actual = f"{cfg.data.directory}: its index has no {', '.join(missing)}, which describe fields"
         raise DataError(f"{actual}; make it with: {command_of('data_prep.fields')} convert SOURCE OUT")
-    unet, channels, periodic = cfg.model.unet, len(metadata["channels"]), tuple(metadata["periodic"])
-    if unet is None:
+    unet, channels, default = cfg.model.unet, len(metadata["channels"]), UNetConfig()
+    if unet is None or (unet.inputs, unet.outputs) != (default.inputs, default.outputs):
         return cfg
-    values: dict[str, Any] = {"inputs": channels, "outputs": channels, "dims": len(periodic), "periodic": periodic}
-    if metadata["factor"] and not unet.parameters:
-        values["field"] = channels
-    default = UNetConfig()
-    completed = unet.model_copy(update={key: value for key, value in values.items() if getattr(unet, key) == getattr(default, key)})
+    values = {"inputs": channels, "outputs": channels, "dims": len(metadata["periodic"]), "periodic": tuple(metadata["periodic"])}
+    completed = unet.model_copy(update=values | {"field": channels if metadata["factor"] and not unet.parameters else unet.field})
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={"unet": completed})})
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from apps.diffusion.__main__ import main
+from apps.diffusion.data import complete_network
 from apps.diffusion.settings import Config
 from data_prep import fields
 from hpcai import config
@@ -80,6 +81,8 @@ def test_two_commands_go_from_a_users_file_to_samples(tmp_path: Path, capsys: py
     truth = model.to_physical(torch.from_numpy(ensembles["truth"]))
     np.testing.assert_allclose(truth, wind[18:21], rtol=1e-4, atol=1e-4)
     index = tmp_path / "data/train/index.json"
+    own = config.load(Config, None, ["model.unet={inputs: 2, outputs: 2, periodic: [false, true]}"])
+    assert complete_network(own, json.loads(index.read_text())) == own, "an unconditional network of the user's"
     index.write_text(json.dumps({key: value for key, value in json.loads(index.read_text()).items() if key != "box"}))
     capsys.readouterr()
     assert train() == 1
