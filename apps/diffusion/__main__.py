@@ -28,7 +28,7 @@ def main(cfg: Config) -> None:
         metric = partial(metric, offset=cfg.data.evaluation_place)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=metric, run=run)
         members = partial(diffusion.draw_ensemble, members=cfg.data.members)
-        run.finish(step, result, members, drawn, run.file_writer("ensembles.npz", write_ensembles, shape))
+        run.finish(step, result, members, drawn, run.file_writer("ensembles.npz", write_ensembles, shape, cfg.data.directory))
     raise SystemExit(result.exit_code)
 
 

@@ -3,6 +3,7 @@
 B samples, C channels, S and s pixels along each dim, P parameters
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 
 from apps.diffusion import latents
 from apps.diffusion.settings import Config
@@ -19,10 +21,13 @@ from hpcai.data.hdf5 import Selection
 from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
-from hpcai.errors import DataError
+from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, UNetConfig, load_deferred, parallelize
+from hpcai.nn.weights import read_settings
 from hpcai.programs import command_of
 
+logger = logging.getLogger(__name__)
+_MEASURED = 64  # samples for the standard deviation of residuals
 _DESCRIPTION = (
     "channels", "channel_units", "mean", "deviation", "factor", "box", "box_units", "periodic", "parameters", "low", "high",
     "units",
@@ -54,15 +59,39 @@ class Turn(NamedTuple):
 class Fields(Samples):
     """Fields of one split: high [C, *S], and the conditions of the model among low [C, *s] and parameters [P], float32. ``turn``
     seeds a random symmetry transform of each, a pure function of (seed, epoch, index). ``count``: the first fields only. ``box``:
-    the shard of high of this rank, a slice of each dim; along the first dim usually only this shard is read."""
+    the shard of high of this rank, a slice of each dim; along the first dim usually only this shard is read. ``leads``: of
+    trajectories, samples are states with so many that follow; ``count`` of them are evenly spaced."""
 
-    def __init__(self, rows: Rows, turn: int | None = None, count: int | None = None, box: Sequence[slice] = ()) -> None:
+    def __init__(
+        self, rows: Rows, turn: int | None = None, count: int | None = None, box: Sequence[slice] = (), leads: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__(rows, count)
-        self.turn, self.box, self.replicated = turn, box, not box
+        self.turn, self.box, self.replicated, metadata = turn, box, not box, rows.metadata
+        self._has_static = bool(metadata.get("static") or metadata.get("weighted"))
         if turn is not None or box:
-            metadata = rows.metadata
             self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], metadata["periodic"], metadata["factor"]
             self._is_isotropic = all(self._periodic) and len({*metadata["box"]}) == 1 and len(metadata["channels"]) == 1
+            self._is_isotropic &= not self._has_static
+        self.starts: np.ndarray | None = None
+        if metadata.get("interval"):
+            step = rows.column("step")
+            starts = np.flatnonzero(step[leads:] == step[:-leads] + leads)
+            if not len(starts):
+                raise DataError(f"{rows.folder}: no {leads + 1} states in a row; set data.leads to less, or make longer ones")
+            chosen = len(starts) if count is None else min(count, len(starts))
+            self.starts, self._count, self.leads = starts[np.arange(chosen) * len(starts) // chosen], chosen, leads
+
+    def describe(self, index: int) -> str:
+        return super().describe(index if self.starts is None else int(self.starts[index]))
+
+    def sample(self, index: int, epoch: int) -> Any:
+        if self.starts is None:
+            return super().sample(index, epoch)
+        start, selection = int(self.starts[index]), self.selection(index, epoch)
+        frames = (self.rows.read(start + lead, selection) for lead in range(self.leads + 1))
+        first, *others = (self.transform(values, index, epoch) for values in frames)
+        future = np.stack([other.sample for other in others]) if self.leads > 1 else None
+        return others[0]._replace(fine=first.sample, future=future)
 
     def selection(self, index: int, epoch: int) -> Selection | None:
         part = self._row_range(self.draw_turn(index, epoch)) if self.box else None
@@ -84,7 +113,8 @@ class Fields(Samples):
             if low is not None and self.turn is not None:
                 low = self._copy(turn.apply(low, [by // self._factor for by in turn.shift]))
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
-        return Batch(high, number, when, low, values.get("parameters"))
+        shift = np.asarray(self.draw_turn(index, epoch).shift, np.int64) if self.turn is not None and self._has_static else None
+        return Batch(high, number, when, low, values.get("parameters"), shift=shift)
 
     def draw_turn(self, index: int, epoch: int) -> Turn:
         """Draw the transform of a sample. It shifts by multiples of a cell of ``low``: cells stay the means of their pixels."""
@@ -119,11 +149,18 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Diff
     kwargs, turn_kwargs = training_kwargs(train, cfg), {} if encoded or not data.turn else {"turn": cfg.train.seed}
     shape = latents.complete_model_config(cfg, train) if encoded else complete_model_config(cfg, train)
     source: Any = partial(latents.EncodedImages if encoded else Fields, box=local_box(shape, mesh))
+    drawn_kwargs: dict[str, Any] = {}
+    if shape.fields is not None and shape.fields.interval is not None:
+        drawn_kwargs = {"leads": data.leads}
+        if data.epoch is not None or data.shards > 1:
+            setting = "epoch" if data.epoch is not None else "shards"
+            raise ConfigError(f"data.{setting}: trajectories are read as a whole; leave it out")
+    scored_kwargs = drawn_kwargs if data.scored else {}
     with open_loaders(
         mesh,
         lambda: make_loader(source(train, **turn_kwargs), data.batch, data, mesh, **kwargs),
-        lambda: make_loader(source(validation), data.evaluation_batch, data, mesh, **HELD_OUT, name="validation"),
-        (lambda: make_loader(source(validation, count=data.drawn), replicas, data, mesh, **HELD_OUT, name="drawn"))
+        lambda: make_loader(source(validation, **scored_kwargs), data.evaluation_batch, data, mesh, **HELD_OUT, name="validation"),
+        (lambda: make_loader(source(validation, count=data.drawn, **drawn_kwargs), replicas, data, mesh, **HELD_OUT, name="drawn"))
         if data.drawn else None,
     ) as (training, held_out, drawn):
         yield training, held_out, drawn, shape
@@ -149,20 +186,30 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
         layouts["low"] = ("float32", (network.field, *(None,) * dims))
     if getattr(network, "parameters", 0):
         layouts["parameters"] = ("float32", (network.parameters,))
+    if metadata.get("interval"):
+        layouts["step"] = ("int64", ())
     return open_split(folder, layouts, remedy, data, mesh, shards)
 
 
 def complete_network(cfg: Config, metadata: dict[str, Any]) -> Config:
-    """Return the settings with dims, channels and periodic sides of the data if the channels of a U-Net are the defaults. Raises
-    DataError for an index that does not describe fields."""
+    """Return the settings with dims, channels and periodic sides of the data if the channels of a U-Net are the defaults, and with
+    the channels of static fields and of the state before if ``fine`` is not set. Raises DataError for an index that does not
+    describe fields."""
     if missing := [key for key in _DESCRIPTION if key not in metadata]:
         actual = f"{cfg.data.directory}: its index has no {', '.join(missing)}, which describe fields"
         raise DataError(f"{actual}; make it with: {command_of('data_prep.fields')} convert SOURCE OUT")
     unet, channels, default = cfg.model.unet, len(metadata["channels"]), UNetConfig()
-    if unet is None or (unet.inputs, unet.outputs) != (default.inputs, default.outputs):
+    if unet is None:
         return cfg
-    values = {"inputs": channels, "outputs": channels, "dims": len(metadata["periodic"]), "periodic": tuple(metadata["periodic"])}
-    completed = unet.model_copy(update=values | {"field": channels if metadata["factor"] and not unet.parameters else unet.field})
+    values: dict[str, Any] = {}
+    if (unet.inputs, unet.outputs) == (default.inputs, default.outputs):
+        periodic, field = tuple(metadata["periodic"]), channels if metadata["factor"] and not unet.parameters else unet.field
+        values = {"inputs": channels, "outputs": channels, "dims": len(periodic), "periodic": periodic, "field": field}
+    fine = (channels if metadata.get("interval") else 0) + len(metadata.get("static", ()))
+    if unet.fine not in (0, fine):
+        has = f"has {fine} channels of static fields and states before"
+        raise DataError(f"{cfg.data.directory}: {has}, model.unet.fine is {unet.fine}; leave it out")
+    completed = unet.model_copy(update=values | {"fine": fine})
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={"unet": completed})})
 
 
@@ -184,23 +231,81 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
         deviation=tuple(metadata["deviation"]), floor=metadata.get("floor"), transforms=tuple(metadata.get("transforms", ())),
         floors=tuple(metadata.get("floors", ())), factor=metadata["factor"], box=tuple(metadata["box"]),
         box_units=metadata["box_units"], periodic=wraps, parameters=tuple(metadata["parameters"]), low=tuple(metadata["low"]),
-        high=tuple(metadata["high"]), parameter_units=tuple(metadata["units"]),
+        high=tuple(metadata["high"]), parameter_units=tuple(metadata["units"]), static=tuple(metadata.get("static", ())),
+        weighted=metadata.get("weighted", False), interval=tuple(metadata["interval"]) if metadata.get("interval") else None,
     )  # fmt: skip
-    return model.model_copy(update={"size": size, "fields": fields})
+    model = model.model_copy(update={"size": size, "fields": fields})
+    if model.channel_weights and len(model.channel_weights) != size[0]:
+        given = f"{len(model.channel_weights)} model.channel_weights for {size[0]} channels"
+        raise DataError(f"{rows.folder}: {given}; give one for each")
+    if cfg.start.mean is not None:
+        path = cfg.start.mean / "model.safetensors" if cfg.start.mean.is_dir() else cfg.start.mean
+        mean = read_settings(path, "diffusion", DiffusionConfig)
+        if mean is None or mean.objective.prediction_type != "regression" or mean.fields != fields:
+            needed = f"one with objective.prediction_type regression, trained on {rows.folder.parent}"
+            raise DataError(f"{path}: is another model; expected {needed}")
+        model = model.model_copy(update={"mean": mean, "residual": model.residual or "measured"})
+    if model.residual == "measured":
+        residual = broadcast_from_first(partial(measure_residual, cfg, model, rows), rows.axis)
+        model = model.model_copy(update={"residual": residual})
+    return model
+
+
+def measure_residual(cfg: Config, shape: DiffusionConfig, rows: Rows) -> tuple[float, ...]:
+    """Return the root mean square difference of training samples from their baseline (``Diffusion.baseline``), by channel."""
+    source, means = Fields(rows), list[torch.Tensor]()
+    with torch.device("meta"):
+        model = Diffusion(shape.model_copy(update={"mean": None, "residual": 1.0}))
+    if cfg.start.mean is not None:
+        model.mean = Diffusion.load(cfg.start.mean)
+    weights = torch.from_numpy(static["weights"]) if "weights" in (static := read_static(cfg.data.directory)) else torch.ones(1)
+    count = min(len(source), _MEASURED)
+    logger.info("standard deviation of residuals: measured by %d samples of %s", count, rows.folder)
+    for number in range(count):
+        sample = source.sample(number * len(source) // count, 0)
+        batch = Batch(*(None if x is None else torch.as_tensor(x)[None] for x in sample))
+        difference = batch.sample - model.baseline(batch.condition, batch.sample)
+        means.append((weights * difference.double().square()).mean((0, *range(2, difference.ndim))))
+    return tuple(float(f"{value:.4g}") for value in torch.stack(means).mean(0).sqrt().tolist())
+
+
+def read_static(directory: Path) -> dict[str, np.ndarray]:
+    """Return the static fields [K, *S] and the weights of cells [C, *S] of a data set, if it has them."""
+    path = directory / "static.safetensors"
+    return load_file(path) if path.is_file() else {}
+
+
+def set_static(model: Diffusion, directory: Path) -> None:
+    """Copy static fields and weights of cells into ``model``. Raises DataError if the data have none, or of another size."""
+    buffers = {name: x for name in ("static", "weights") if (x := getattr(model, name)) is not None}
+    stored = read_static(directory) if buffers else {}
+    for name, x in buffers.items():
+        if name not in stored or stored[name].shape != tuple(x.shape):
+            actual = list(stored[name].shape) if name in stored else "nothing"
+            raise DataError(f"{directory}/static.safetensors: {name} is {actual}, expected {list(x.shape)}; convert the data again")
+        x.copy_(torch.from_numpy(stored[name]))
 
 
 def build_model(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
     """Build the model on the mesh with random weights or those of ``cfg.start``, within ``train.seeds``."""
     model = Diffusion(shape, cfg.train.seed)
     latents.set_empty_text(model, cfg.data.directory)
+    set_static(model, cfg.data.directory)
     shard = partial(parallelize, mesh=mesh)
-    return shard(model) if cfg.start.weights is None else load_deferred(model, cfg.start.weights, shard)
+    model = shard(model) if cfg.start.weights is None else load_deferred(model, cfg.start.weights, shard)
+    if cfg.start.mean is not None and model.mean is not None:
+        load_deferred(model.mean, cfg.start.mean, lambda mean: mean)
+    return model
 
 
-def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig) -> None:
-    """Write ensembles for validation samples, normalized as for the model, and the metadata to undo that.
+def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig, directory: Path) -> None:
+    """Write ensembles for validation samples in their order, normalized as for the model, and the metadata to undo that.
 
-    Shape: truth [N, C, *S], members [N, M, C, *S], field [N, C, *s], parameters [N, P]"""
-    metadata = {} if model.fields is None else model.fields.model_dump()
+    Shape: truth [N, C, *S], members [N, M, C, *S], mean [N, C, *S], field [N, C, *s], parameters [N, P]; of forecasts with L lead
+    times truth [N, L, C, *S], members [N, M, L, C, *S], start [N, C, *S]; weights [C, *S]"""
+    order, metadata = rows["index"].argsort(), {} if model.fields is None else model.fields.model_dump()
+    rows = {name: value[order] for name, value in rows.items()}
+    if metadata.get("weighted"):
+        rows["weights"] = torch.from_numpy(read_static(directory)["weights"])
     arrays: dict[str, Any] = {f"about_{name}": np.array(value) for name, value in metadata.items() if value is not None}
     np.savez_compressed(path, **arrays, **{name: value.numpy() for name, value in rows.items()})  # type: ignore[arg-type]

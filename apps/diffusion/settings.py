@@ -40,6 +40,8 @@ class DataConfig(LoaderConfig):
     """validation samples for which the trained model generates ensembles"""
     members: Annotated[int, Field(ge=2)] = 16
     """of each ensemble"""
+    leads: PositiveInt = 8
+    """of trajectories: lead times of forecasts, each from the one before; training has the first"""
     scored: Annotated[int, Field(ge=2)] | None = None
     """members that every evaluation generates for each validation sample, for CRPS, spread over skill, power and values; null: only
     the loss, for one forward pass"""
@@ -52,6 +54,8 @@ class StartConfig(Settings):
 
     weights: Path | None = None
     """folder of a network in diffusers' format, such as a U-Net's, or a file or folder of hpcai"""
+    mean: Path | None = None
+    """run with model.objective.prediction_type=regression; the model then generates the residual of its prediction"""
 
 
 class AxesConfig(MeshConfig, Depth, Height, Tensor):

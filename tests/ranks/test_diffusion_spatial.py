@@ -12,7 +12,7 @@ from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.launch import single_process
 from hpcai.dist.mesh import Mesh
 from hpcai.models import diffusion
-from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, UNetConfig
+from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, FieldsConfig, ObjectiveConfig, UNetConfig
 from hpcai.models.diffusion.unet import UNet
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
@@ -29,7 +29,10 @@ VOLUMES = UNetConfig(
     **SMALL, dims=3, field=2, parameters=3, channels=(6, 8), attention=("none", "self"), heads=(2, 2), periodic=(True, False, True)
 )
 OPEN = UNetConfig(**SMALL | {"middle": "none"}, dims=3, classes=4, channels=(6, 8), attention=("none", "none"), heads=(2, 2))
-SIZES = {MAPS: (32, 16), GLOBE: (24, 8), VOLUMES: (16, 8, 4), OPEN: (8, 12, 4)}
+STATES = UNetConfig(
+    **SMALL | {"middle": "none"}, fine=3, channels=(6, 8), attention=("none", "none"), heads=(2, 2), periodic=(True, False)
+)
+SIZES = {MAPS: (32, 16), GLOBE: (24, 8), VOLUMES: (16, 8, 4), OPEN: (8, 12, 4), STATES: (16, 8)}
 
 
 def normal(seed: int, *size: int) -> Tensor:
@@ -83,7 +86,7 @@ def compare(mesh: Mesh, cfg: UNetConfig) -> None:
 CASES = [
     (MAPS, {"height": 4}), (GLOBE, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2}), (OPEN, {"height": 3}),
 ]  # fmt: skip
-NAMES = {MAPS: "maps", GLOBE: "globe", VOLUMES: "volumes", OPEN: "open"}
+NAMES = {MAPS: "maps", GLOBE: "globe", VOLUMES: "volumes", OPEN: "open", STATES: "states"}
 
 
 def case_id(value: Any) -> str:
@@ -102,8 +105,19 @@ def build_model(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
         sampler={"method": "heun", "steps": 2, "guidance": 2.0, "rescale": 0.7},
         residual=0.5 if cfg.field else None, unconditional=0.3 if cfg.field else 0.0,
     )  # fmt: skip
+    if cfg == STATES:  # forecasts, with a regression mean, a static field and weights of cells
+        units: dict[str, Any] = {"names": ("u", "v"), "units": ("", ""), "mean": (0.0, 0.0), "deviation": (1.0, 1.0)}
+        fields = FieldsConfig(**units, static=("z",), weighted=True, interval=(1.0, "hours"))
+        mean = shape.model_copy(update={"fields": fields, "residual": (0.5, 0.7), "sampler": EULER, "unconditional": 0.0})
+        mean = mean.model_copy(update={"objective": ObjectiveConfig(prediction_type="regression")})
+        shape = mean.model_copy(update={"objective": shape.objective, "mean": mean})
     model = Diffusion(shape, seed=3)
-    model.network = network(cfg)
+    for part in filter(None, (model, model.mean)):
+        part.network = network(cfg)
+        for buffer in (x for x in (part.static, part.weights) if x is not None):
+            buffer.copy_(normal(30, *buffer.shape).abs())
+    if model.mean is not None:
+        model.mean.requires_grad_(False)
     return diffusion.parallelize(model, mesh)
 
 
@@ -113,6 +127,12 @@ def batch(mesh: Mesh, cfg: UNetConfig, model: Diffusion, step: int) -> Batch:
     condition = Condition(*(None if x is None else x[samples] for x in new_condition(cfg, count, 20 + step)))
     sample, number = normal(40 + step, count, cfg.inputs, *SIZES[cfg]), torch.arange(count) + 2 * step
     kwargs = {name: getattr(condition, name) for name in ("field", "parameters", "classes", "tokens")}
+    if cfg == STATES:
+        states = [sample, *normal(50 + step, 2, count, 2, *SIZES[cfg])]
+        sample, before, later = (model.grid.shard(x) for x in states)
+        kwargs |= {"fine": before[samples], "shift": torch.tensor([[3, 0], [5, 0]])[samples]}
+        kwargs["future"] = torch.stack((sample, later), 1)[samples] if step == 9 else None
+        return Batch(sample[samples], number[samples], torch.zeros(count, dtype=torch.long)[samples], **kwargs)
     return Batch(model.grid.shard(sample[samples]), number[samples], torch.zeros(count, dtype=torch.long)[samples], **kwargs)
 
 
@@ -124,10 +144,11 @@ def train_and_sample(mesh: Mesh, cfg: UNetConfig) -> tuple[list[float], dict[str
     held_out = batch(mesh, cfg, model, 9)
     with torch.no_grad():
         score = diffusion.score(model, held_out)
-        rows = {"loss": score["loss"][0], **(diffusion.draw_ensemble(model, held_out, members=2) if cfg.field else {})}
-        wider = [2 * SIZES[cfg][0], *SIZES[cfg][1:]]
-        condition = Condition(*(None if x is None else x[:1] for x in new_condition(cfg, 1)))
-        rows["wider"] = model.sample(condition, 2, size=(cfg.inputs, *wider), sampler={MAPS: None}.get(cfg, EULER))
+        rows = {"loss": score["loss"][0], **(diffusion.draw_ensemble(model, held_out, members=2) if cfg.field + cfg.fine else {})}
+        if cfg != STATES:  # static fields are of one size
+            wider = [2 * SIZES[cfg][0], *SIZES[cfg][1:]]
+            condition = Condition(*(None if x is None else x[:1] for x in new_condition(cfg, 1)))
+            rows["wider"] = model.sample(condition, 2, size=(cfg.inputs, *wider), sampler={MAPS: None}.get(cfg, EULER))
     state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}
     return losses, state, {name: value.double().numpy() for name, value in rows.items()}
 
@@ -140,14 +161,14 @@ def train_unsharded(cfg: UNetConfig) -> Any:
     return train_and_sample(single_process(), cfg)
 
 
-TRAINED = [(MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2})]
+TRAINED = [(MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2}), (STATES, {"height": 2})]
 
 
 @pytest.mark.parametrize(("cfg", "axes"), TRAINED, ids=case_id)
 def test_sharded_samples_train_and_are_generated_as_on_one_rank(cfg: UNetConfig, axes: dict[str, int]) -> None:
     losses, weights, rows = train_unsharded(cfg)
     ranks = on_ranks(axes, train_and_sample, cfg)
-    per_replica = {"loss", "truth", "members", "field", "parameters"} if "replicate" in axes else set()
+    per_replica = {"loss", "index", "truth", "members", "field", "parameters"} if "replicate" in axes else set()
     for own_losses, own_weights, own_rows in ranks:
         if not per_replica:
             assert own_losses == pytest.approx(losses, rel=1e-9)

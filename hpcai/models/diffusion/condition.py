@@ -21,6 +21,8 @@ class Condition(NamedTuple):
     """[B, C', ...] on the grid of x, or a coarser one"""
     guidance: Tensor | None = None
     """[B] guidance strength, for guidance-distilled networks"""
+    fine: Tensor | None = None
+    """[B, C'', ...] on the grid of x, such as the state that a forecast starts from; static fields are added by ``Diffusion``"""
 
 
 UNCONDITIONAL = Condition()

@@ -34,6 +34,8 @@ class UNetConfig(Settings):
     """number of conditioning physical parameters"""
     field: NonNegativeInt = 0
     """channels of a conditioning field, such as one of low resolution, concatenated with the noisy sample"""
+    fine: NonNegativeInt = 0
+    """channels of conditioning fields on the grid of a sample, such as static fields, or the state that a forecast starts from"""
     patch: PositiveInt = 1
     """pixels along each dim that are merged into channels"""
     groups: PositiveInt = 32
@@ -168,9 +170,10 @@ class ObjectiveConfig(Settings):
 
     renamed = {"says": "prediction_type"}
 
-    prediction_type: Literal["epsilon", "v", "x0", "edm", "flow"] = "v"
+    prediction_type: Literal["epsilon", "v", "x0", "edm", "flow", "regression"] = "v"
     """the target. epsilon: the noise (Ho et al. 2020); v: alpha eps - sigma x0 (Salimans and Ho 2022); x0: the sample; edm: the
-    preconditioned target of Karras et al. 2022; flow: eps - x0, rectified flow (Liu et al. 2022)"""
+    preconditioned target of Karras et al. 2022; flow: eps - x0, rectified flow (Liu et al. 2022); regression: the conditional mean
+    of samples, without noise"""
     schedule: Literal["linear", "scaled_linear", "cosine"] = "scaled_linear"
     """noise schedule of epsilon, v and x0; scaled_linear: linear in the root of beta (Stable Diffusion)"""
     levels: PositiveInt = 1000
@@ -259,6 +262,12 @@ class FieldsConfig(Settings):
     """of each field, for ``transforms``"""
     factor: NonNegativeInt = 0
     """resolution of a sample relative to its coarse field; 0: there is none"""
+    static: tuple[str, ...] = ()
+    """fields on the grid of samples that are the same for all, such as orography; a buffer of the model"""
+    weighted: bool = False
+    """whether cells have weights in loss and scores, by area, or 0 where they are masked; a buffer of the model"""
+    interval: tuple[PositiveFloat, str] | None = None
+    """for forecasts: the time between the state of ``Condition.fine`` and the sample, and its unit; null: none"""
     box: tuple[PositiveFloat, ...] = ()
     """length of each dim"""
     periodic: tuple[bool, ...] = ()
@@ -299,9 +308,14 @@ class DiffusionConfig(Settings):
     unconditional: Rate = 0.0
     """fraction of training samples whose condition is dropped, for classifier-free guidance: zero fields and parameters, no class,
     and the empty text"""
-    residual: PositiveFloat | None = None
-    """standard deviation of the difference of samples and their coarse fields: the network then generates this difference, in this
-    unit (Mardani et al. 2025); null: it generates samples"""
+    mean: "DiffusionConfig | None" = None
+    """settings of the model of the regression mean, whose residual is generated (Mardani et al. 2025); from ``start.mean``"""
+    residual: PositiveFloat | tuple[PositiveFloat, ...] | Literal["measured"] | None = None
+    """standard deviation of the difference of samples from the regression mean, without one from the coarse field or the state
+    before, of each channel or all: the network generates this difference, in this unit. The larger it is, the more noise a channel
+    gets. measured: by samples of the training data; null: the network generates samples"""
+    channel_weights: tuple[PositiveFloat, ...] = ()
+    """of the squared error of each channel in the loss; empty: equal"""
     size: tuple[PositiveInt, ...] = ()
     """channels and sides of a training sample; empty: from the data"""
     fields: FieldsConfig | None = None
@@ -314,6 +328,8 @@ class DiffusionConfig(Settings):
         named = [name for name in ("unet", "dit", "flux") if getattr(self, name) is not None]
         if len(named) != 1:
             raise ValueError(f"expected one of unet, dit and flux, found {', '.join(named) or 'none'}; set the others to null")
+        if self.mean is not None and (self.residual is None or self.mean.objective.prediction_type != "regression"):
+            raise ValueError("mean is a model of objective.prediction_type regression and needs residual; set it to measured")
         return self
 
     @property

@@ -6,14 +6,14 @@ B samples, M ensemble members, C channels, S and s pixels along each dim of a sa
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from hpcai.arrays import to_array, warn
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.diffusion.blocks import resize
+from hpcai.models.diffusion.blocks import Space, resize
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FieldsConfig, FluxConfig, SamplerConfig, UNetConfig
 from hpcai.models.diffusion.dit import DiT
@@ -39,6 +39,8 @@ class Diffusion(PretrainedMixin):
     """
 
     package = __package__
+    static: Tensor | None
+    weights: Tensor | None
 
     def __init__(self, cfg: DiffusionConfig | None = None, seed: int = 0) -> None:
         super().__init__()
@@ -46,15 +48,25 @@ class Diffusion(PretrainedMixin):
         self.objective = Objective(self.cfg.objective)
         plan_steps(self.objective, self.cfg.sampler)  # raises now if settings are inconsistent
         self.network = _NETWORKS[type(self.cfg.network)](self.cfg.network)
-        latents = self.cfg.latents
+        self.mean = None if self.cfg.mean is None else Diffusion(self.cfg.mean, seed).requires_grad_(False).eval()
+        latents, fields = self.cfg.latents, self.cfg.fields
         for name in ("tokens", "pooled"):
             size = getattr(latents, name, None)
             self.register_buffer(f"no_{name}", None if size is None else torch.zeros(size))
+        channels = {"static": len(fields.static), "weights": fields.weighted and len(fields.names)} if fields else {}
+        for name in ("static", "weights"):  # of all cells, [K, *S] and [C, *S]
+            self.register_buffer(name, torch.zeros(channels[name], *self.cfg.size[1:]) if channels.get(name) else None)
 
     @property
     def grid(self) -> Grid:
         """The layout of samples on this rank."""
         return getattr(self.network, "grid", UNSHARDED)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self.mean is not None:
+            self.mean.eval()
+        return self
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = UNCONDITIONAL) -> Tensor:
         prediction: Tensor = self.network(x, time, condition)
@@ -63,15 +75,16 @@ class Diffusion(PretrainedMixin):
     def sample(
         self, condition: Condition = UNCONDITIONAL, members: int = 1, *, seed: int = 0, sampler: SamplerConfig | None = None,
         size: Sequence[int] = (), indices: Tensor | None = None, unconditional: Condition | None = None,
-        batch_size: int = _BATCH_SIZE,
+        first_member: Tensor | int = 0, batch_size: int = _BATCH_SIZE,
     ) -> Tensor:  # fmt: skip
         """Generate ``members`` samples for each of B conditions, standardized (see ``to_physical``).   -> [M, B, C, *S]
 
         ``sampler``: by default ``cfg.sampler``. ``size``: (C, *S), if the settings do not have it. ``indices`` [B] of conditions,
         by default 0, 1, ...: a sample depends on the seed, this index and that of the member only, not on the rest of the batch.
-        ``unconditional``: the condition without information, for guidance; by default ``self.unconditional(condition)``. Raises
-        ConfigError for inconsistent settings or an unknown size, DataError for a condition that does not fit. Logs a warning for
-        fields that do not look standardized, and physical parameters outside of the range of training."""
+        ``unconditional``: the condition without information, for guidance; by default ``self.unconditional(condition)``.
+        ``first_member``: number of the first member, one for all conditions or [B]. Raises ConfigError for inconsistent settings or
+        an unknown size, DataError for a condition that does not fit. Logs a warning for fields that do not look standardized, and
+        physical parameters outside of the range of training."""
         given = [x for x in condition if x is not None]
         count, weight = len(given[0]) if given else 1, next(self.network.parameters())
         indices = torch.arange(count) if indices is None else indices
@@ -84,6 +97,7 @@ class Diffusion(PretrainedMixin):
         box = (slice(None), *grid.box(shape[1:]))
         pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
         indices, dtype = indices.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
+        first = torch.as_tensor(first_member, device=weight.device).expand(count)
         needs_empty = unconditional is None and cfg.guidance != 1 and given
         if needs_empty and self.cfg.fields is not None and not self.cfg.unconditional:
             actual = f"sampler.guidance is {cfg.guidance:g}, but model.unconditional is 0: the network never saw an empty condition"
@@ -94,17 +108,39 @@ class Diffusion(PretrainedMixin):
         try:
             for member, row in (batch.unbind(1) for batch in batches):
                 rows = Condition(*(None if x is None else x.to(weight.device)[row] for x in condition))
+                rows = rows._replace(fine=None if rows.fine is None else grid.shard(rows.fine))
+                member = member + first[row]
                 noise = normals(seed, INITIAL, indices[row], member, shape, box=box, dtype=dtype)
                 empty = self.unconditional(rows) if needs_empty else unconditional
 
                 def step_noise(step: int, row: Tensor = row, member: Tensor = member) -> Tensor:
                     return normals(seed, SAMPLER_STEPS + step, indices[row], member, shape, box=box, dtype=dtype)
 
-                x = deque(sample(self, self.objective, cfg, noise, rows, empty, step_noise, grid), maxlen=1).pop()
-                samples.append(grid.gather(self.add_coarse(x, rows)))
+                empty = None if empty is None else self.with_static(empty, len(row))
+                states = sample(self, self.objective, cfg, noise, self.with_static(rows, len(row)), empty, step_noise, grid)
+                x = deque(states, maxlen=1).pop()
+                samples.append(grid.gather(self.add_baseline(x, rows)))
         finally:
             self.train(training)
         return torch.cat(samples).view(members, count, *shape)
+
+    def roll_out(
+        self, condition: Condition, leads: int, members: int = 1, *, indices: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Generate forecasts from the states ``condition.fine`` [B, C, *S], each from the one before. Other arguments are those of
+        ``sample``.   -> [M, leads, B, C, *S], standardized. Raises ConfigError if the model was not trained on trajectories."""
+        if condition.fine is None or self._fields.interval is None:
+            actual = "condition.fine is None" if condition.fine is None else "the model was not trained on trajectories"
+            raise ConfigError(f"roll_out: {actual}; give initial states to a model of forecasts")
+        count, shape, states = len(condition.fine), tuple(condition.fine.shape[1:]), list[Tensor]()
+        index = (torch.arange(count) if indices is None else indices).repeat(members)
+        member = torch.arange(members).repeat_interleave(count)
+        repeated = Condition(*(None if x is None else x.repeat(members, *[1] * (x.ndim - 1)) for x in condition))
+        for lead in range(leads):
+            state = self.sample(repeated, size=shape, indices=index, first_member=lead * members + member, **kwargs)[0]
+            repeated = repeated._replace(fine=state)
+            states.append(state.view(members, count, *shape))
+        return torch.stack(states, 1)
 
     def prepare_sample(self, sample: Tensor, noise: Callable[[torch.Size], Tensor] | None = None) -> Tensor:
         """Return a sample of the data in the space of the network; latents are sampled and scaled.   [B, 2C, h, w] -> [B, C, h, w]
@@ -131,20 +167,64 @@ class Diffusion(PretrainedMixin):
                 replaced[name] = torch.full_like(x, self.cfg.network.classes) if name == "classes" else torch.zeros_like(x)
         return condition._replace(**replaced)
 
-    def add_coarse(self, x: Tensor, condition: Condition) -> Tensor:
-        """With ``cfg.residual``, turn the output of the sampler into a sample: add the coarse field.   [B, C, *S] -> the same"""
-        return x if self.cfg.residual is None else x * self.cfg.residual + self._coarse(condition, x)
+    def add_baseline(self, x: Tensor, condition: Condition, shift: Tensor | None = None) -> Tensor:
+        """With ``cfg.residual``, turn the output of the sampler into a sample: add the baseline.   [B, C, *S] -> the same"""
+        return x if self.cfg.residual is None else x * self.residual_scale(x) + self.baseline(condition, x, shift)
 
-    def subtract_coarse(self, sample: Tensor, condition: Condition) -> Tensor:
-        """Invert ``add_coarse``."""
-        return sample if self.cfg.residual is None else (sample - self._coarse(condition, sample)) / self.cfg.residual
+    def subtract_baseline(self, sample: Tensor, condition: Condition, shift: Tensor | None = None) -> Tensor:
+        """Invert ``add_baseline``."""
+        residual = self.cfg.residual is not None
+        return (sample - self.baseline(condition, sample, shift)) / self.residual_scale(sample) if residual else sample
 
-    def _coarse(self, condition: Condition, x: Tensor) -> Tensor:
-        network: Any = self.network
-        if condition.field is None:
-            raise DataError("the model generates the difference from a coarse field; give condition.field")
-        size = self.grid.full_size(x.shape[2:])
-        return resize(condition.field.to(x.dtype), size, network.space.periodic_dims, self.grid.box(size))
+    def residual_scale(self, x: Tensor) -> Any:
+        """Return ``cfg.residual``, of channels as a tensor that broadcasts to x."""
+        return _fill(self.cfg.residual, x) if isinstance(self.cfg.residual, tuple) else self.cfg.residual
+
+    @torch.no_grad()
+    def baseline(self, condition: Condition, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Return the local cells of what is added to residuals: the regression mean, the state that a forecast starts from, or the
+        resized coarse field.   [B, C, *S]"""
+        if self.mean is not None:
+            complete = self.mean.with_static(condition, len(x), shift)
+            predicted = self.mean(torch.zeros_like(x), x.new_zeros(len(x)), complete).to(x.dtype)
+            return self.mean.add_baseline(predicted, condition, shift)
+        is_forecast = self.cfg.fields is not None and self.cfg.fields.interval is not None
+        given = condition.fine if is_forecast else condition.field
+        if given is None:
+            name, argument = ("the state before", "fine") if is_forecast else ("a coarse field", "field")
+            raise DataError(f"the model generates the difference from {name}; give condition.{argument}")
+        if is_forecast:
+            return given[:, : x.shape[1]].to(x.dtype)
+        size, space = self.grid.full_size(x.shape[2:]), getattr(self.network, "space", Space())
+        return resize(given.to(x.dtype), size, space.periodic_dims, self.grid.box(size))
+
+    def with_static(self, condition: Condition, count: int, shift: Tensor | None = None) -> Condition:
+        """Return the condition of ``count`` samples with the local cells of static fields. ``shift`` [B, D]: cells by which each
+        sample is shifted along periodic dims."""
+        if self.static is None:
+            return condition
+        local = self._local(self.static, shift).expand(count, *[-1] * self.static.ndim)
+        fine = local if condition.fine is None else torch.cat((condition.fine.to(local), local), 1)
+        return condition._replace(fine=fine)
+
+    def loss_weights(self, x: Tensor, shift: Tensor | None = None) -> Tensor | None:
+        """Return the weights of the channels and local cells of x [B, C, ...]; None if all are equal.   Broadcast to x"""
+        weights = None if self.weights is None else self._local(self.weights, shift)
+        if not self.cfg.channel_weights:
+            return weights
+        each = _fill(self.cfg.channel_weights, x)
+        return each if weights is None else each * weights
+
+    def _local(self, fields: Tensor, shift: Tensor | None) -> Tensor:
+        """Return the local cells of fields [K, *S], shifted for each sample.   [1 or B, K, *S]"""
+        size, places = fields.shape[1:], list[Tensor]()
+        if shift is None:
+            return self.grid.shard(fields[None])
+        for dim, (cells, n) in enumerate(zip(self.grid.box(size), size)):
+            at = (torch.arange(cells.start, cells.stop, device=fields.device) - shift[:, dim, None]) % n
+            places.append(at.view(len(shift), *(-1 if other == dim else 1 for other in range(len(size)))))
+        chosen: tuple[Any, ...] = (slice(None), *places)
+        return fields[chosen].transpose(0, 1)
 
     def to_physical(self, x: Tensor) -> Tensor:
         """Convert standardized fields to physical units.   [..., C, *S] -> the same, float64"""
@@ -226,3 +306,8 @@ class Diffusion(PretrainedMixin):
                 shape = (shape[0], *(factor * n for n in coarse.shape[2:]))
             return shape
         raise ConfigError("the size of a sample is unknown. The settings have none; give size=(channels, *sides)")
+
+
+def _fill(values: Sequence[float], x: Tensor) -> Tensor:
+    """Return a number for each channel of x [B, C, ...], filled, not copied: can be captured.   [C, 1, ...]"""
+    return torch.stack([x.new_full((1,) * (x.ndim - 2), value) for value in values])

@@ -30,10 +30,16 @@ class Batch(NamedTuple):
     """see ``Condition``"""
     level: Tensor | None = None
     """[B] noise level 0 to 7 of held-out samples; None: the index modulo 8"""
+    fine: Tensor | None = None
+    """[B, C', ...] local cells of the condition on the grid of the sample"""
+    shift: Tensor | None = None
+    """[B, D] int64 cells by which the sample is shifted along its dims; None: it is not"""
+    future: Tensor | None = None
+    """[B, L, C, ...] true states of a forecast, of which the first is the sample"""
 
     @property
     def condition(self) -> Condition:
-        return Condition(self.classes, self.parameters, self.tokens, self.pooled, self.field)
+        return Condition(self.classes, self.parameters, self.tokens, self.pooled, self.field, fine=self.fine)
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
@@ -61,6 +67,8 @@ def score(model: Any, batch: Batch, offset: float = 0.5) -> dict[str, Any]:
     uniform = (level.double() + offset) / LEVELS
     time = model.objective.sample_times(uniform, _to_normal(uniform))
     error = _sample_errors(model, batch, (EVAL_NOISE, EVAL_LATENTS, 0), time, batch.condition).double()
+    if model.cfg.objective.prediction_type == "regression":  # has no noise
+        return {"loss": (error.sum(), float(len(error)))}
     one_hot = level[:, None] == torch.arange(LEVELS, device=level.device)
     levels = ((error[:, None] * one_hot).sum(0), one_hot.sum(0)), lambda total, count: {
         f"loss_{k}": value / n for k, (value, n) in enumerate(zip(total.tolist(), count.tolist()), 1) if n
@@ -69,13 +77,21 @@ def score(model: Any, batch: Batch, offset: float = 0.5) -> dict[str, Any]:
 
 
 def draw_ensemble(model: Any, batch: Batch, sampler: SamplerConfig | None = None, members: int = 8) -> dict[str, Tensor]:
-    """Return rows for reports: ``truth`` [B, C, ...], generated ``members`` [B, M, C, ...], and the conditions ``field`` and
-    ``parameters``, if any."""
-    truth = model.grid.gather(model.prepare_sample(batch.sample))
-    size = tuple(truth.shape[1:])
-    samples = model.sample(batch.condition, members, seed=model.seed, sampler=sampler, size=size, indices=batch.indices)
-    rows = {"truth": truth, "members": samples.transpose(0, 1).contiguous()}
-    conditions = {"field": batch.field, "parameters": batch.parameters}
+    """Return rows for reports: ``truth`` [B, C, ...], generated ``members`` [B, M, C, ...], their ``index`` [B], the regression
+    ``mean`` [B, C, ...] and the conditions ``field`` and ``parameters``, if any. For forecasts: the states at L lead times, [B, L,
+    C, ...] and [B, M, L, C, ...], and ``start`` [B, C, ...], the state before."""
+    grid = model.grid
+    truth, fine = grid.gather(model.prepare_sample(batch.sample)), None if batch.fine is None else grid.gather(batch.fine)
+    condition, kwargs = batch.condition._replace(fine=fine), {"seed": model.seed, "sampler": sampler, "indices": batch.indices}
+    if batch.future is None:
+        samples = model.sample(condition, members, size=tuple(truth.shape[1:]), **kwargs)
+    else:
+        truth = grid.gather(batch.future.flatten(0, 1)).unflatten(0, batch.future.shape[:2])
+        samples = model.roll_out(condition, truth.shape[1], members, **kwargs).transpose(1, 2)
+    rows = {"index": batch.indices, "truth": truth, "members": samples.transpose(0, 1).contiguous()}
+    if model.mean is not None and batch.future is None:
+        rows["mean"] = grid.gather(model.baseline(batch.condition, batch.sample))
+    conditions = {"field": batch.field, "parameters": batch.parameters, "start": None if batch.future is None else fine}
     return rows | {name: value for name, value in conditions.items() if value is not None}
 
 
@@ -88,10 +104,12 @@ def _sample_errors(model: Any, batch: Batch, counter: tuple[int, int, Tensor | i
         box = (slice(None), *model.grid.box(size))
         return normals(model.seed, use, batch.indices, epoch, (local[0], *size), box=box, dtype=dtype)
 
-    x0 = model.subtract_coarse(model.prepare_sample(batch.sample.to(dtype), partial(draw, latents)), batch.condition)
+    sample = model.prepare_sample(batch.sample.to(dtype), partial(draw, latents))
+    x0 = model.subtract_baseline(sample, batch.condition, batch.shift)
     noise = draw(use, x0.shape[1:])
-    noisy = model.objective.add_noise(x0, noise, time)
-    errors: Tensor = model.objective.loss(model(noisy.input, noisy.time, condition), noisy, model.grid)
+    noisy, weights = model.objective.add_noise(x0, noise, time), model.loss_weights(x0, batch.shift)
+    complete = model.with_static(condition, len(x0), batch.shift)
+    errors: Tensor = model.objective.loss(model(noisy.input, noisy.time, complete), noisy, model.grid, weights)
     return errors
 
 

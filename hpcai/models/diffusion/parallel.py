@@ -37,6 +37,8 @@ def parallelize(model: Model, mesh: Mesh, size: Sequence[int] = ()) -> Model:
     """Shard a model, or its network alone, over the mesh, in place. ``size``: sides of a sample, if the settings do not have them.
     Raises MeshError if the mesh does not fit."""
     network: Any = model.network if isinstance(model, Diffusion) else model
+    if isinstance(model, Diffusion) and model.mean is not None:
+        parallelize(model.mean, mesh, size)
     if isinstance(network, UNet):
         _shard_pixels(network, mesh, size or getattr(model.cfg, "size", ())[1:])  # the settings of a U-Net alone have none
     else:
@@ -124,6 +126,7 @@ def _example(network: UNet, size: Sequence[int]) -> tuple[Any, ...]:
         "parameters": empty(1, cfg.parameters) if cfg.parameters else None,
         "tokens": empty(1, 1, cfg.tokens) if cfg.tokens else None,
         "field": empty(1, cfg.field, *sides) if cfg.field else None,
+        "fine": empty(1, cfg.fine, *sides) if cfg.fine else None,
     }
     return empty(1, cfg.inputs, *sides), empty(1), Condition(**condition)
 

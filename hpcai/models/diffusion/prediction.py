@@ -1,8 +1,8 @@
 """Prediction types of diffusion models: targets, losses and conversions.   B samples, C channels, T levels
 
 A noisy sample is x = alpha x0 + sigma noise. On a schedule (epsilon, v, x0) alpha^2 + sigma^2 = 1 at each of its levels 0 to T - 1;
-edm has alpha 1 and any sigma above 0; flow has alpha 1 - t and sigma t, with t from 0 to 1. Random numbers are arguments: training
-computes them by a counter-based generator (``hpcai.kernels.philox``).
+edm has alpha 1 and any sigma above 0; flow has alpha 1 - t and sigma t, with t from 0 to 1; regression has neither: its input is 0.
+Random numbers are arguments: training computes them by a counter-based generator (``hpcai.kernels.philox``).
 
     objective = Objective(ObjectiveConfig(prediction_type="v"))
     noisy = objective.add_noise(x0, noise, objective.sample_times(uniform, normal))
@@ -67,7 +67,7 @@ def loss_weights(cfg: ObjectiveConfig) -> np.ndarray:
 
 
 class Objective:
-    """Prediction of epsilon, v, x0, edm or flow. ``alphas``, ``sigmas``: of the levels of a schedule, float64 [T], else empty."""
+    """Prediction of one of the types. ``alphas``, ``sigmas``: of the levels of a schedule, float64 [T], else empty."""
 
     def __init__(self, cfg: ObjectiveConfig) -> None:
         self.cfg = cfg
@@ -83,6 +83,8 @@ class Objective:
         """Return training times [B], from uniform numbers in [0, 1) and standard normal ones [B]. With a schedule: integer levels,
         uniform; edm: sigma, exp(mean + deviation normal) (Karras et al. 2022, table 1); flow: t, uniform or
         sigmoid(mean + deviation normal) (Esser et al. 2024, eq. 19)."""
+        if self.cfg.prediction_type == "regression":
+            return torch.zeros_like(uniform)
         if self.has_schedule:  # clamped: in low precision a uniform number may be rounded to 1
             return (uniform * self.cfg.levels).floor().clamp(max=self.cfg.levels - 1)
         if self.cfg.prediction_type == "flow" and self.cfg.times == "uniform":
@@ -96,6 +98,8 @@ class Objective:
             alpha, sigma, _ = self._lookup(time)
             return alpha, sigma
         time = time.double()
+        if self.cfg.prediction_type == "regression":
+            return torch.zeros_like(time), torch.zeros_like(time)
         return (torch.ones_like(time) if self.cfg.prediction_type == "edm" else 1 - time), time
 
     def add_noise(self, x0: Tensor, noise: Tensor, time: Tensor) -> NoisySample:
@@ -112,10 +116,11 @@ class Objective:
         t = (time.double().log() / 4 if self.cfg.prediction_type == "edm" else time).to(dtype)
         return NoisySample(self.scale_input(x, sigma), t, alpha, sigma, self.target(x0, noise, alpha, sigma), weight)
 
-    def loss(self, output: Tensor, noisy: NoisySample, grid: Grid = UNSHARDED) -> Tensor:
+    def loss(self, output: Tensor, noisy: NoisySample, grid: Grid = UNSHARDED, weights: Tensor | None = None) -> Tensor:
         """Return the weighted mean squared error of each sample [B], in float32 at least. Further channels of the output, such as a
-        variance, are ignored."""
-        return grid.mean((output[:, : noisy.target.shape[1]] - noisy.target).square()) * noisy.weight
+        variance, are ignored. ``weights``: of cells, broadcast to [B, C, ...]"""
+        square = (output[:, : noisy.target.shape[1]] - noisy.target).square()
+        return grid.mean(square if weights is None else square * weights) * noisy.weight
 
     def scale_input(self, x: Tensor, sigma: Number) -> Tensor:
         """Return the input of the network for a noisy sample x [B, C, ...]."""
@@ -129,7 +134,7 @@ class Objective:
                 return noise
             case "v":
                 return alpha * noise - sigma * x0
-            case "x0":
+            case "x0" | "regression":
                 return x0
             case "edm":  # eq. 8, rearranged to avoid cancellation at small sigma
                 return (sigma * x0 - data**2 * noise) / (data * (sigma**2 + data**2) ** 0.5)
@@ -145,7 +150,7 @@ class Objective:
                 return (x - sigma * output) / alpha
             case "v":
                 return alpha * x - sigma * output
-            case "x0":
+            case "x0" | "regression":
                 return output
             case "edm":
                 total = sigma**2 + data**2
@@ -161,7 +166,7 @@ class Objective:
                 return output
             case "v":
                 return sigma * x + alpha * output
-            case "x0":
+            case "x0" | "regression":
                 return (x - alpha * output) / sigma
             case "edm":
                 total = sigma**2 + data**2

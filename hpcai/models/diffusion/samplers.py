@@ -62,6 +62,8 @@ def sample(
         raise ConfigError(f"method {cfg.method} with eta {cfg.eta:g} and churn {cfg.churn:g} adds noise in steps; give step_noise")
     x = noise.to(torch.promote_types(noise.dtype, torch.float32))
     denoiser = _Denoiser(network, objective, cfg, condition, unconditional, len(x), grid)
+    if objective.cfg.prediction_type == "regression":
+        return _predict(denoiser, x)
     return _METHODS[cfg.method](denoiser, steps, cfg, x, cast(StepNoise, step_noise))  # None if no step adds noise
 
 
@@ -95,7 +97,9 @@ def shift_times(time: np.ndarray, shift: float) -> np.ndarray:
 
 
 def plan_steps(objective: Objective, cfg: SamplerConfig) -> list[Step]:
-    """Return the n steps of a sampler. Raises ConfigError, which lists all inconsistent settings."""
+    """Return the n steps of a sampler, one for a regression. Raises ConfigError, which lists all inconsistent settings."""
+    if objective.cfg.prediction_type == "regression":
+        return [Step(0.0, 0.0, 0.0, 1.0, 0.0)]
     _check(objective, cfg)
     if objective.cfg.prediction_type == "edm":
         sigmas = karras_sigmas(cfg.low, cfg.high, cfg.rho, cfg.steps)
@@ -240,6 +244,12 @@ def _expand(condition: Condition, argument: str, count: int) -> Condition:
         if x is not None and len(x) not in (1, count):
             raise ConfigError(f"{argument} has {name} of {len(x)} samples, noise is of {count}; give one for each, or one for all")
     return Condition(*(x if x is None else x.expand(count, *x.shape[1:]) for x in condition))
+
+
+@torch.no_grad()
+def _predict(model: _Denoiser, x: Tensor) -> Iterator[Tensor]:
+    """The prediction of a regression, whose input is zero."""
+    yield model.to_x0(model.predict(torch.zeros_like(x), 0.0, 0.0), x, 0.0, 0.0)
 
 
 @torch.no_grad()

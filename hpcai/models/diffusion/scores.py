@@ -33,14 +33,29 @@ def crps(members: Tensor, observed: Tensor, fair: bool = False) -> Tensor:
     return (x - y).abs().mean(0) - pairs / (m * (m - 1) if fair else m * m)
 
 
-def ensemble_sums(members: Tensor, observed: Tensor) -> ScoreSums:
+def gaussian_crps(mean: Tensor, deviation: Tensor | float, observed: Tensor) -> Tensor:
+    """Return the CRPS of normal distributions, such as of a deterministic field dressed with errors (Gneiting et al. 2005, eq. 5).
+    [B, P], standard deviation that broadcasts, [B, P] -> [B, P]"""
+    z = (observed.double() - mean.double()) / deviation
+    density = (-z.square() / 2).exp() / math.sqrt(2 * math.pi)
+    return deviation * (z * torch.erf(z / math.sqrt(2)) + 2 * density - 1 / math.sqrt(math.pi))
+
+
+def mean_sums(name: str, values: Tensor, weights: Tensor | None = None) -> ScoreSums:
+    """The mean of ``values``, with ``weights`` that broadcast.   [B, P]"""
+    total = torch.ones_like(values) if weights is None else weights.to(values).expand_as(values)
+    return (torch.stack(((values * total).sum(), total.sum())),), lambda sums: {name: float(sums[0] / sums[1])}
+
+
+def ensemble_sums(members: Tensor, observed: Tensor, weights: Tensor | None = None) -> ScoreSums:
     """Ensemble scores, means over samples and pixels: fair ``crps``; ``rmse`` of the ensemble mean; ``spread_over_skill``, the root
     of the mean variance (with M - 1) over ``rmse``, times sqrt((M + 1) / M), which is 1 if members and observation have the same
     distribution (Fortin et al. 2014); ``coverage_90``, the fraction of pixels between the 5 % and 95 % quantiles of the members.
-    [M, B, P], [B, P]. Raises DataError for one member, or shapes that do not fit."""
+    [M, B, P], [B, P], weights of pixels that broadcast. Raises DataError for one member, or shapes that do not fit."""
     x, y = _check_pair(members, observed, 2)
+    weight = torch.ones_like(y) if weights is None else weights.to(y).expand_as(y)
     terms = crps(x, y, fair=True), (x.mean(0) - y).square(), x.var(0), _within_quantiles(x, y, 0.9).to(y), torch.ones_like(y)
-    return (torch.stack([term.sum() for term in terms]),), partial(_finish_ensemble, len(x))
+    return (torch.stack([(weight * term).sum() for term in terms]),), partial(_finish_ensemble, len(x))
 
 
 def _finish_ensemble(m: int, sums: Tensor) -> dict[str, float]:

@@ -130,7 +130,7 @@ class UNet(nn.Module):
         first, last = cfg.channels[0], cfg.channels[-1]
         self.space, self.grid = shapes.space, Grid()  # a seam: pixels may be sharded
         cells = cfg.patch**cfg.dims
-        self.conv_in = make_conv(self.space, cells * (cfg.inputs + cfg.field), first)
+        self.conv_in = make_conv(self.space, cells * (cfg.inputs + cfg.field + cfg.fine), first)
         self.time_embedding = TimeEmbedding(first, shapes.time)
         self.class_embedding = nn.Embedding(cfg.classes, shapes.time) if cfg.classes else None
         self.parameter_embedding = TimeEmbedding(cfg.parameters, shapes.time) if cfg.parameters else None
@@ -158,6 +158,8 @@ class UNet(nn.Module):
         embedded = F.silu(self.embed(x, time, condition))
         if condition.field is not None:
             x = torch.cat((x, resize(condition.field.to(x.dtype), size, self.space.periodic_dims, self.grid.box(size))), 1)
+        if condition.fine is not None:
+            x = torch.cat((x, condition.fine.to(x.dtype)), 1)
         tokens = None if condition.tokens is None else condition.tokens.to(x.dtype)
         x = self.conv_in(channels_last(pixel_unshuffle(x, cfg.patch)))
         skips = [x]
@@ -190,7 +192,7 @@ class UNet(nn.Module):
         if odd := [size[dim - 2] for dim in self.space.periodic_dims if size[dim - 2] % divisor]:
             raise DataError(f"the sample has {sides} pixels, {odd[0]} along a periodic dim; expected a multiple of {divisor} there")
         sizes: dict[str, tuple[int | str, ...]] = {"classes": (), "parameters": (cfg.parameters,), "tokens": ("N", cfg.tokens or 0)}
-        sizes["field"] = (cfg.field, *"DHW"[3 - cfg.dims :])
+        sizes |= {"field": (cfg.field, *"DHW"[3 - cfg.dims :]), "fine": (cfg.fine, *x.shape[2:])}
         check_inputs(self, x, time, condition, {name: size for name, size in sizes.items() if getattr(cfg, name)})
         field = condition.field
         if field is not None and any(coarse > fine for coarse, fine in zip(field.shape[2:], size)):
