@@ -28,7 +28,7 @@ from safetensors.numpy import load, save
 
 from data_prep import command, grids, store
 from data_prep.command import option
-from data_prep.grids import several
+from data_prep.grids import cell_areas, several
 from data_prep.standardize import FORWARD, UNDO, Standard, skewness
 from data_prep.store import Field
 from hpcai.data.layout import parse_errors
@@ -265,16 +265,6 @@ def order_frames(source: grids.Source, splits: Mapping[str, range]) -> tuple[dic
     return rows, about
 
 
-def find_masks(pairs: Pairs, fields: Sequence[Array]) -> tuple[Array, ...]:
-    """Return the cells that no sample has, of high [C, *S] and low [C, *s].   [N, C, *S], [N, C, *s]"""
-    masks = tuple(np.all(np.isnan(values), 0) for values in fields)
-    for number, channel in enumerate(pairs.source.channels):
-        if (mask := masks[0][number]).all():
-            raise DataError(f"{pairs.source.path}: {channel.name} has no value in any cell; leave it out by --variables")
-        command.print_rank_0(f"{channel.name}: masked in {mask.mean():.1%} of its cells")
-    return masks
-
-
 def standardize_static(pairs: Pairs) -> dict[str, Array]:
     """Return the static fields by name, of mean 0 and deviation 1, but for those of 0 and 1.   [*S] each"""
     fields = pairs.source.read_static() if pairs.source.choice.static else {}
@@ -338,8 +328,10 @@ def convert(options: argparse.Namespace) -> command.Plan:
     if not some:
         raise DataError(f"{options.source}: no sample can be used: {store.count_by_reason(skipped)}")
     high, *low = (np.stack(fields) for fields in zip(*some))
-    if settings.mask:
-        pairs = replace(pairs, masks=find_masks(pairs, [high, *low]))
+    masks = tuple(np.all(np.isnan(values), 0) for values in (high, *low))
+    if empty := [name for name, mask in zip(names, masks[0]) if np.all(mask)]:
+        raise DataError(f"{options.source}: {empty[0]} has no value in any cell; leave it out by --variables")
+    pairs = replace(pairs, masks=masks) if settings.mask else pairs
     if pairs.coarse is not None:
         check_alignment(pairs, high, *low)
     given = dict(settings.transform)
@@ -351,6 +343,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
         if not standard.deviation[number]:
             raise DataError(f"{options.source}: {name} is {values.flat[0]:g} in all cells; leave it out by --variables")
         after = {"none": "", "log": f", log(x + {standard.floors[number]:g})", "sqrt": ", sqrt(x)"}[standard.transforms[number]]
+        after += f", masked in {masks[0][number].mean():.1%} of its cells" if settings.mask else ""
         command.print_rank_0(f"{name}: {values.min():.4g} to {values.max():.4g}, skewness {skewness(values):.2g}{after}")
     lengths = [side.length * cut / cells for side, cells, cut in zip(source.sides, source.shape, shape)]
     units = list(dict.fromkeys(side.units for side in source.sides))
@@ -360,9 +353,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
         "periodic": periodic(source, settings), "parameters": [], "low": [], "high": [], "units": [],
     }  # fmt: skip
     del header["sides"]
-    masked = pairs.masks[0] if pairs.masks else np.zeros((len(names), *shape), bool)
-    weights = cell_weights([side.areas[:cells] for side, cells in zip(source.sides, shape)], masked)
-    static = standardize_static(pairs)
+    areas = [cell_areas(side.coordinates) if side.is_latitude else np.ones(len(side.coordinates)) for side in source.sides]
+    static, weights = standardize_static(pairs), cell_weights([each[:cells] for each, cells in zip(areas, shape)], masks[0])
     rows: Mapping[str, Rows] = {split: [(index, 0) for index in indices] for split, indices in splits.items()}
     rows, interval = order_frames(source, splits) if settings.forecast else (rows, None)
     per_file = max(1, FILE_BYTES // (4 * len(names) * math.prod(shape)))

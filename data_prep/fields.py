@@ -22,8 +22,8 @@ Turbulence is of the Navier-Stokes equations (data_prep.turbulence) on a grid tw
 What a block averages out and the noise of the forcing leave the next frame undetermined; it correlates by 0.80 with the one before.
 
 Mean and deviation are those of the first 16 universes, moments or trajectories of the training split, rounded to 4 digits: they do
-not change when a set grows, and are the same on any machine. All maps of one universe are in one split. Maps of one universe are not
-independent: they share the parameters, and slabs along two axes share the matter at their crossing.
+not change when a set grows, and are the same on any machine. All maps of one universe are in one split. Maps of one universe are
+not independent: they share the parameters, and slabs along two axes share the matter at their crossing.
 
 Converted samples are in the order of time: the first ones train, the last ones are held out. A channel of positive values has
 the logarithm or square root after which its distribution is least skewed; data_prep.standardize.
@@ -101,15 +101,9 @@ class Recipe(command.Recipe):
         """Return the number of rows of one universe or moment."""
         return 1
 
-    @property
-    def weights(self) -> Array | None:
-        """Return the weights of cells, of mean 1.   [C, *S]"""
-        return None
-
-    @property
-    def interval(self) -> tuple[float, str] | None:
-        """Return the time between frames, and its unit; None if rows are not those of trajectories."""
-        return None
+    def weights_and_interval(self) -> tuple[Array | None, tuple[float, str] | None]:
+        """Return the weights of cells [C, *S], and the time between frames of trajectories with its unit, if there are any."""
+        return None, None
 
     def simulate(self, number: int) -> Array:
         """Return the fields in physical units.   [rows, C, *S]"""
@@ -235,11 +229,10 @@ class Weather(Recipe):
         chosen = np.moveaxis(fields[..., [list(VARIABLES).index(name) for name in CHANNELS]], -1, 0)
         return block_mean(chosen, OVERSAMPLING, 2)[None]
 
-    @property
-    def weights(self) -> Array | None:
+    def weights_and_interval(self) -> tuple[Array | None, tuple[float, str] | None]:
         height, width = self.shape
         areas = cell_areas((np.arange(height) + 0.5) * 180 / height - 90), np.ones(width)
-        return field_pairs.cell_weights(areas, np.zeros((len(CHANNELS), height, width), bool))
+        return field_pairs.cell_weights(areas, np.zeros((len(CHANNELS), height, width), bool)), None
 
     def kind_header(self) -> dict[str, Any]:
         return {
@@ -271,9 +264,8 @@ class Turbulence(Recipe):
     def rows_per_index(self) -> int:
         return self.frames
 
-    @property
-    def interval(self) -> tuple[float, str] | None:
-        return round(INTERVAL * self.deviation[0], 3), "eddy turnover times"      # of one over the deviation of vorticity
+    def weights_and_interval(self) -> tuple[Array | None, tuple[float, str] | None]:
+        return None, (round(INTERVAL * self.deviation[0], 3), "eddy turnover times")      # 1 / deviation of vorticity
 
     def simulate(self, number: int) -> Array:
         random = self.generator(TURBULENCE_STREAM, number)
@@ -352,9 +344,9 @@ def simulate(options: argparse.Namespace) -> command.Plan:
     cells = " x ".join(map(str, (len(recipe.mean), *recipe.shape)))
     message = f"{count * recipe.rows_per_index} samples of {cells} cells from {count} {units} in {options.out}"
     config = {"matter": "small", "volumes": "small3d"}.get(recipe.field, recipe.field)
-    shared = partial(field_pairs.write_shared, {}, weights := recipe.weights)
-    header = {**recipe.header(), **field_pairs.shared_header((), weights, recipe.interval)}
-    return command.Plan(recipe, jobs, header, message, finalize=shared, config=config)
+    weights, interval = recipe.weights_and_interval()
+    header = {**recipe.header(), **field_pairs.shared_header({}, weights, interval)}
+    return command.Plan(recipe, jobs, header, message, finalize=partial(field_pairs.write_shared, {}, weights), config=config)
 
 
 # ---- check

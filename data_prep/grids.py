@@ -85,15 +85,6 @@ class Side:
         return float(self.coordinates[-1] - self.coordinates[0]) * len(self.coordinates) / (len(self.coordinates) - 1)
 
     @property
-    def width(self) -> float:
-        return self.length / len(self.coordinates)
-
-    @property
-    def areas(self) -> Array:
-        """The area of a cell at each coordinate, up to a factor: cos(latitude) integrated over the cell, otherwise 1."""
-        return cell_areas(self.coordinates) if self.is_latitude else np.ones(len(self.coordinates))
-
-    @property
     def wraps(self) -> bool:
         """Whether the side goes round the globe."""
         return self.is_longitude and abs(self.length - 360) < 3.6 / len(self.coordinates)
@@ -166,7 +157,8 @@ class Source:
         dataset = open_file(file, replace(self.choice, variables=()))
         sides = [_read_side(dataset, dim, file) for dim in self._find_sides(dataset)]
         for side, own in zip(sides, self.sides):
-            if len(side.coordinates) != len(own.coordinates) or np.abs(side.coordinates - own.coordinates).max() > own.width / 100:
+            ours, theirs = own.coordinates, side.coordinates
+            if len(ours) != len(theirs) or np.abs(ours - theirs).max() > own.length / len(ours) / 100:
                 raise DataError(f"{file}: {side.name} differs from {own.name} of {self.path}; interpolate it to that grid")
         dims, size = {side.name for side in sides}, math.prod(self.shape)
         fields = {str(name): each.squeeze(sorted({*each.dims} - dims)) for name, each in dataset.data_vars.items()
@@ -177,20 +169,20 @@ class Source:
             return {name: _read_cells(each, sides).astype(float) for name, each in fields.items()}
 
     def trajectories(self) -> tuple[Array, Array, str]:
-        """Return the trajectory of each sample [N], its time [N], and the units of times that are numbers. Samples along other dims
-        than that of time are of other trajectories, as are those of files with equal times. Raises ConfigError without times."""
-        dims, clocks, others = self._sample_dims, list[Array](), list[Array]()
-        dim = next((dim for dim in dims if dim in self._opened[1].coords and self._opened[1][dim].dtype.kind in "mM"), None)
-        dim = dim or next((dim for dim in dims if dim.lower() in TIMES or (len(dims) == 1 and dim.startswith(UNNAMED))), None)
-        if dim is None:
+        """Return the trajectory of each sample [N], its time [N], and the unit of times that are numbers. Samples along other dims
+        than that of time are of other trajectories, as are files with equal times. Raises ConfigError without a dim of time."""
+        dims, first, clocks, others = self._sample_dims, self._opened[1], list[Array](), list[Array]()
+        dated = [dim for dim in dims if dim in first.coords and first[dim].dtype.kind in "mM"]
+        named = [dim for dim in dims if dim.lower() in TIMES or (len(dims) == 1 and dim.startswith(UNNAMED))]
+        if not (times := dated + named):
             raise ConfigError(f"{self.path}: has samples along {' and '.join(dims)}, expected a dim with times, or named time")
-        axis = dims.index(dim)
+        axis = dims.index(dim := times[0])
         for file, lengths in zip(self.files, self._sizes):
             dataset, index = open_file(file, self.choice), np.indices(lengths).reshape(len(dims), -1)
             is_known = dim in dataset.coords and dataset[dim].dtype.kind in "mMfiu"
             clocks.append((dataset[dim].values if is_known else np.arange(lengths[axis]))[index[axis]])
             index[axis] = 0
-            others.append(np.array(np.ravel_multi_index(tuple(index), lengths)))
+            others.append(np.array(np.ravel_multi_index(tuple(index), [*lengths[:axis], 1, *lengths[axis + 1 :]])))
         clock, trajectory = np.concatenate(clocks), np.concatenate(others)
         if len({*zip(trajectory.tolist(), clock.tolist())}) < len(clock):
             trajectory += np.repeat(np.arange(len(others)) * (trajectory.max() + 1), [len(each) for each in others])

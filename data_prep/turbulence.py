@@ -32,16 +32,12 @@ class Flow:
     def __init__(self, cells: int, viscosity: float, drag: float) -> None:
         self.cells, self.highest = cells, (cells - 1) // 3
         x, y = np.arange(self.highest + 1.0), np.fft.fftfreq(cells, 1 / cells)[:, None]
-        self.k2, modes = x**2 + y**2, np.abs(y) <= self.highest
-        self.rates = viscosity * self.k2 + drag
-        self._velocity = 1j * modes * np.stack(np.broadcast_arrays(y, -x)) / np.maximum(self.k2, 1)     # from w to (u, v)
+        k2, modes = x**2 + y**2, np.abs(y) <= self.highest
+        self.rates = viscosity * k2 + drag
+        self._velocity = 1j * modes * np.stack(np.broadcast_arrays(y, -x)) / np.maximum(k2, 1)     # from w to (u, v)
         self._advection = modes * np.stack((x**2 - y**2, x * y))    # from (u v, v^2 - u^2) to that of w: Basdevant 1983
         self._waves, self._half = (np.empty((2, cells, n), complex) for n in (self.highest + 1, cells // 2 + 1))
         self._cells = np.empty((2, 2, cells, cells))             # (u, v) and their products
-
-    def to_spectrum(self, values: Array) -> Spectrum:
-        """Return the wavenumbers up to two thirds of the largest.   [K, K] -> [*k]"""
-        return np.fft.fft(np.fft.rfft(values)[:, : self.highest + 1], axis=0) * (self._advection[0] != 0)
 
     def to_cells(self, w: Spectrum) -> Array:
         return np.fft.irfft(np.fft.ifft(w, axis=0), self.cells)
