@@ -4,48 +4,59 @@ Samples are in the order of time: the first ones train, the last ones are held o
 a field of another source, which is refused if it does not resemble that mean. A channel of positive values has the logarithm or
 square root after which its distribution is least skewed (data_prep.standardize).
 
-N samples, C channels, S and s cells of each side"""
+    OUT/static.safetensors      "static" float32 [K, *S], fields that all samples share, standardized but for masks of 0 and 1
+                                "weights" float32 [C, *S], of mean 1: areas of cells between latitudes, and 0 in masked cells
+
+Frames to predict from earlier ones have no coarse counterpart but a ``step``, which is 1 more than that of the frame before. Masked
+cells are 0 after standardization.
+
+N samples, K static fields, C channels, S and s cells of each side"""
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from data_prep import command, grids, store
 from data_prep.command import option
+from data_prep.grids import cell_areas, several
 from data_prep.standardize import FORWARD, UNDO, Standard, skewness
 from data_prep.store import Field
+from hpcai.data.layout import parse_errors
+from hpcai.durable import replace_file
 from hpcai.errors import ConfigError, DataError
 
 Array = NDArray[Any]
+STATIC = "static.safetensors"
 STATISTICS = 64                 # samples for transforms, mean and deviation, evenly spaced in the training split
 FILE_BYTES = 1 << 26            # of a file, in float32
 CORRELATED = 0.5                # least correlation of coarse fields and means of fine ones
 BETTER = 0.2                    # by how much more reversed or moved fields correlate if the coarse ones are misplaced
 OFFSET = 0.1                    # cells between the centres of coarse cells and of blocks
 NO_TRANSFORM = "a value has no logarithm or root; choose --transform NAME=none"
+SECONDS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 SCALE, SHIFT = 5.0, 5.0         # ratio of deviations, and deviations between means, that another unit explains
 
 
 def block_mean(values: NDArray[Any], factor: int, dims: int) -> NDArray[Any]:
-    """Return the means over blocks of ``factor`` cells a side of the last ``dims`` dims.   [..., *S] -> [..., *S/factor]"""
+    """Return the means over blocks of ``factor`` cells a side of the last ``dims`` dims, over the cells that are not NaN.
+    [..., *S] -> [..., *S/factor]"""
+    if (missing := np.isnan(values)).any():
+        with np.errstate(invalid="ignore"):
+            return block_mean(np.where(missing, 0, values), factor, dims) / block_mean(~missing, factor, dims)
     for dim in range(values.ndim - dims, values.ndim):
         shape = values.shape
         values = values.reshape(*shape[:dim], shape[dim] // factor, factor, *shape[dim + 1 :]).mean(dim + 1)
     return values
-
-
-def assignment(text: str) -> tuple[str, float]:
-    """Return the parts of NAME=NUMBER."""
-    name, _, value = text.partition("=")
-    return name, float(value)
 
 
 def chosen_transform(text: str) -> tuple[str, str]:
@@ -56,35 +67,24 @@ def chosen_transform(text: str) -> tuple[str, str]:
     return name, kind
 
 
-def several(text: str, metavar: str, **kwargs: Any) -> Any:
-    return option((), text, nargs="+", metavar=metavar, **kwargs)
-
-
 @dataclass(frozen=True)
-class Conversion(command.Settings):
+class Conversion(grids.Choice):
     """The fields that are taken from the files, and how they become samples."""
 
-    variables: tuple[str, ...] = several("variables; default: all that have the sides", "NAME")
-    levels: tuple[float, ...] = several("levels of variables that have some; default: all", "LEVEL", type=float)
-    dims: tuple[str, ...] = several("dims that are sides, such as y x; default: by names and units", "DIM")
     periodic: tuple[str, ...] | None = option(None, "sides that wrap; default: 360 degrees of longitude", nargs="*", metavar="DIM")
-    fill: tuple[tuple[str, float], ...] = several("value of missing cells, in the unit of the file", "NAME=VALUE", type=assignment)
     transform: tuple[tuple[str, str], ...] = several("none, log or sqrt; default: by skewness", "NAME=KIND", type=chosen_transform)
     factor: int = option(4, "cells of high along a cell of low, unless --coarse is given", type=command.positive)
     multiple: int = option(8, "sides are cut to a multiple of this, as U-Nets need; at their ends", type=command.positive)
     validation: float = command.fraction(0.1, "the samples, the last ones")
     test: float = command.fraction(0.0, "the samples, the last ones")
     gap: int = option(0, "samples left out between two splits, as neighbours in time are alike", type=command.natural)
+    forecast: bool = option(False, "frames in the order of time, to predict each from the ones before", action="store_true")
     skip_bad: bool = command.skip_bad()
 
     def mistakes(self) -> Iterator[str]:
         yield from command.check_fractions(self.validation, self.test)
         if self.dims and len(self.dims) not in (2, 3):
             yield f"--dims {' '.join(self.dims)}: expected two names, or three for volumes"
-
-    @property
-    def choice(self) -> grids.Choice:
-        return grids.Choice(self.variables, self.levels, self.dims, self.fill)
 
 
 @dataclass(frozen=True)
@@ -93,27 +93,43 @@ class Pairs:
 
     source: grids.Source
     coarse: grids.Source | None                 # None: the means of blocks
-    factor: int
+    factor: int                                 # 0: no coarse counterpart
     shape: tuple[int, ...]
+    masks: tuple[Array, ...] = ()               # bool: where high [C, *S] and low [C, *s] have no value; empty: nowhere
 
-    def read(self, index: int) -> tuple[Array, Array]:
-        """Return high [C, *S] and low [C, *s] in physical units."""
-        high = self.source.read(index)[(slice(None), *map(slice, self.shape))]
-        if self.coarse is None:
-            return high, block_mean(high, self.factor, len(self.shape))
-        return high, self.coarse.read(index)[(slice(None), *(slice(cells // self.factor) for cells in self.shape))]
+    def read(self, index: int) -> list[Array]:
+        """Return high [C, *S], and low [C, *s] if there is one, in physical units. Raises DataError for missing cells that are not
+        masked."""
+        fields = [self.source.read(index)[(slice(None), *map(slice, self.shape))]]
+        if self.coarse is not None:
+            fields.append(self.coarse.read(index)[(slice(None), *(slice(cells // self.factor) for cells in self.shape))])
+        elif self.factor:
+            fields.append(block_mean(fields[0], self.factor, len(self.shape)))
+        for values, mask in zip(fields, self.masks):
+            for channel, differs in zip(self.source.channels, np.isnan(values) != mask):
+                if differs.any():
+                    actual = f"{channel.name} has a value only in some samples in {differs.mean():.1%} of its cells"
+                    advice = f"give one with --fill {channel.variable}=VALUE, or leave the variable out"
+                    raise DataError(f"{self.source.describe(index)}: {actual}; {advice}")
+        return fields
 
 
-def write_converted(pairs: Pairs, header: dict[str, Any], skip_bad: bool, indices: Sequence[int], path: Path) -> store.Refused:
+Rows = Sequence[tuple[int, int]]                # sample of the source, and its step
+
+
+def write_converted(pairs: Pairs, header: dict[str, Any], skip_bad: bool, rows: Rows, path: Path) -> store.Refused:
     standard, skipped, names = Standard.from_header(header), store.Skipped(skip_bad), list[str]()
-    with store.create_file(path, len(indices), converted_fields(pairs, len(standard.mean)), header) as file:
-        for index in indices:
+    other = "low" if pairs.factor else "step"
+    with store.create_file(path, len(rows), converted_fields(pairs, len(standard.mean)), header) as file:
+        for index, step in rows:
             where = pairs.source.describe(index)
             with skipped.catch(where):
-                high, low = map(standard.apply, pairs.read(index))
-                if not (np.isfinite(high).all() and np.isfinite(low).all()):
+                fields = list(map(standard.apply, pairs.read(index)))
+                for values, mask in zip(fields, pairs.masks):
+                    values[mask] = 0
+                if not all(np.isfinite(values).all() for values in fields):
                     raise DataError(f"{where}: {NO_TRANSFORM}")
-                file["high"][len(names)], file["low"][len(names)] = high, low
+                file["high"][len(names)], file[other][len(names)] = fields[0], fields[1] if pairs.factor else step
                 names.append(where)
         store.truncate_rows(file, len(names))
         file["source"] = np.array(names, "S")
@@ -121,18 +137,21 @@ def write_converted(pairs: Pairs, header: dict[str, Any], skip_bad: bool, indice
 
 
 def converted_fields(pairs: Pairs, channels: int) -> store.Fields:
-    low = tuple(cells // pairs.factor for cells in pairs.shape)
-    return {name: Field("float32", (channels, *sides), channels=0) for name, sides in (("high", pairs.shape), ("low", low))}
+    high = {"high": Field("float32", (channels, *pairs.shape), channels=0)}
+    if not pairs.factor:
+        return {**high, "step": Field("int64")}
+    return {**high, "low": Field("float32", (channels, *(cells // pairs.factor for cells in pairs.shape)), channels=0)}
 
 
 def open_pairs(options: argparse.Namespace, settings: Conversion) -> Pairs:
     """Open SOURCE, and the coarse one. Raises ConfigError or DataError if they do not fit together."""
-    source = grids.Source(options.source, settings.choice)
-    coarse, factor = None, settings.factor
+    source, coarse, factor = grids.Source(options.source, settings), None, 0 if settings.forecast else settings.factor
     if options.coarse is not None:
-        coarse = grids.Source(options.coarse, settings.choice)
+        if settings.forecast:
+            raise ConfigError("--forecast: frames have no coarse counterpart; leave out --coarse")
+        coarse = grids.Source(options.coarse, settings)
         factor = check_pair(source, coarse)
-    step, wraps = math.lcm(factor, settings.multiple), periodic(source, settings)
+    step, wraps = math.lcm(factor or 1, settings.multiple), periodic(source, settings)
     shape = tuple(cells - cells % step for cells in source.shape)
     for side, cells, cut, is_periodic in zip(source.sides, source.shape, shape, wraps):
         if not cut or (is_periodic and cut < cells):
@@ -182,7 +201,8 @@ def check_alignment(pairs: Pairs, high: Array, low: Array) -> None:
     means, names = block_mean(high, pairs.factor, len(pairs.shape)), [side.name for side in pairs.source.sides]
     sides = tuple(range(1, 1 + len(names)))
     for channel, ours, theirs in zip(pairs.source.channels, np.moveaxis(means, 1, 0), np.moveaxis(low, 1, 0)):
-        where = f"{pairs.coarse.path}: {channel.name}"
+        where, both = f"{pairs.coarse.path}: {channel.name}", np.isfinite(ours) & np.isfinite(theirs)
+        ours, theirs = (np.where(both, values, values[both].mean()) for values in (ours, theirs))
         if not 1 / SCALE < theirs.std() / ours.std() < SCALE or abs(theirs.mean() - ours.mean()) > SHIFT * ours.std():
             values = f"{theirs.mean():.4g} +- {theirs.std():.2g}, in {pairs.source.path} {ours.mean():.4g} +- {ours.std():.2g}"
             raise DataError(f"{where} is {values}; is it in another unit?")
@@ -218,6 +238,81 @@ def split_samples(source: grids.Source, settings: Conversion) -> dict[str, range
     return {split: range(start, end) for split, start, end in zip(store.SPLITS, starts, ends) if start < end}
 
 
+def order_frames(source: grids.Source, splits: Mapping[str, range]) -> tuple[dict[str, Rows], list[Any]]:
+    """Return the samples of each split in the order of time, trajectory by trajectory, and the interval of frames with its unit.
+    Raises DataError if there are less than 3 frames in a row."""
+    trajectory, clock, units = source.trajectories()
+    if clock.dtype.kind in "mM":
+        days = np.diff(np.unique(clock)) / np.timedelta64(1, "D")
+        is_monthly = clock.dtype.kind == "M" and len(days) and 29 <= np.median(days) <= 31
+        units = "months" if is_monthly else "seconds"
+        clock = clock.astype("M8[M]").astype(float) if is_monthly else (clock - clock.min()) / np.timedelta64(1, "s")
+    order = np.lexsort((clock, trajectory))
+    spacing = np.diff(clock[order])[np.diff(trajectory[order]) == 0]
+    ((interval, _),) = Counter(float(f"{each:.5g}") for each in spacing if each > 0).most_common(1) or [(1.0, 0)]
+    unit, size = next(((unit, size) for unit, size in SECONDS.items() if units == "seconds" and not interval % size), (units, 1))
+    about, rows = [interval / size, unit] if unit else [1.0, "frames"], dict[str, Rows]()
+    apart = f"{about[0]:g} {about[1]} apart"
+    for split, indices in splits.items():
+        own = np.array(indices)
+        own = own[np.lexsort((clock[own], trajectory[own]))]
+        follows = (np.diff(trajectory[own]) == 0) & np.isclose(np.diff(clock[own]), interval, rtol=1e-4)
+        runs = np.split(own, np.flatnonzero(~follows) + 1)
+        if (longest := max(map(len, runs))) < 3:
+            raise DataError(f"{source.path}: {split} has {longest} frames in a row, {apart}, expected 3 or more")
+        command.print_rank_0(f"{split}: {len(own)} frames, {apart}, in {len(runs)} trajectories of at most {longest}")
+        rows[split] = list(zip(own.tolist(), np.cumsum([0, *np.where(follows, 1, 2)]).tolist()))
+    return rows, about
+
+
+def standardize_static(pairs: Pairs) -> dict[str, Array]:
+    """Return the static fields by name, of mean 0 and deviation 1, but for those of 0 and 1.   [*S] each"""
+    fields = pairs.source.read_static() if pairs.source.choice.static else {}
+    for name, values in fields.items():
+        fields[name] = values = values[tuple(map(slice, pairs.shape))]
+        command.print_rank_0(f"static {name}: {values.min():.4g} to {values.max():.4g}")
+        if values.min() == values.max():
+            raise DataError(f"{pairs.source.path}: the static field {name} is {values.flat[0]:g} in all cells; leave it out")
+        if not np.isin(values, (0, 1)).all():
+            fields[name] = (values - values.mean()) / values.std()
+    return fields
+
+
+def cell_weights(areas: Sequence[Array], masked: Array) -> Array | None:
+    """Return weights of mean 1 by channel [C, *S], from areas of cells along each side, 0 in masked cells; None if all are 1."""
+    weights = reduce(np.multiply.outer, areas) * ~masked
+    weights = (weights / weights.mean(tuple(range(1, masked.ndim)), keepdims=True)).astype(np.float32)
+    if (weights == 1).all():
+        return None
+    command.print_rank_0(f"weights of cells, by cos(latitude) and mask: {weights.min():.3g} to {weights.max():.3g}")
+    return weights
+
+
+def write_shared(static: Mapping[str, Array], weights: Array | None, out: Path) -> None:
+    """Write ``STATIC``, if all samples share something."""
+    arrays = {"static": np.stack(list(static.values())).astype(np.float32)} if static else {}
+    if arrays := arrays if weights is None else {**arrays, "weights": weights}:
+        replace_file(out / STATIC, save(arrays))
+
+
+def shared_header(static: Iterable[str], weights: Array | None, interval: Sequence[Any] | None) -> dict[str, Any]:
+    """Return the index entries of static fields, of weights, and of the time between two frames with its unit."""
+    return {"static": list(static), "weighted": weights is not None, "interval": interval}
+
+
+def read_weights(out: Path, header: Mapping[str, Any]) -> Array:
+    """Return the weights of cells, or 1. Raises DataError if ``STATIC`` is not as the index says."""
+    static, sizes = header.get("static", []), (len(header["channels"]), *header["fields"]["high"]["shape"][1:])
+    shapes = ({"static": (len(static), *sizes[1:])} if static else {}) | ({"weights": sizes} if header.get("weighted") else {})
+    with parse_errors(path := out / STATIC, advice := "repeat the command that made it", "cannot be read"):
+        arrays = load(path.read_bytes()) if shapes else {}
+    if {name: values.shape for name, values in arrays.items()} != shapes or not all(np.isfinite(x).all() for x in arrays.values()):
+        raise DataError(f"{path}: is no finite {' and '.join(f'{name} {list(shape)}' for name, shape in shapes.items())}; {advice}")
+    if abs((weights := arrays.get("weights", np.ones(sizes))).mean() - 1) > 1e-3 or weights.min() < 0:
+        raise DataError(f"{path}: weights are {weights.min():.3g} to {weights.max():.3g}, expected 0 or more with mean 1; {advice}")
+    return weights
+
+
 def convert(options: argparse.Namespace) -> command.Plan:
     settings = Conversion.from_options(options)
     pairs = open_pairs(options, settings)
@@ -226,23 +321,29 @@ def convert(options: argparse.Namespace) -> command.Plan:
     names = [channel.name for channel in source.channels]
     if unknown := [name for name, _ in settings.transform if name not in names]:
         raise ConfigError(f"--transform {unknown[0]}: the channels are {' '.join(names)}")
-    skipped, some = store.Skipped(settings.skip_bad), list[tuple[Array, Array]]()
+    skipped, some = store.Skipped(settings.skip_bad), list[list[Array]]()
     for index in command.subsample(splits["train"], STATISTICS):
         with skipped.catch(source.describe(index)):
             some.append(pairs.read(index))
     if not some:
         raise DataError(f"{options.source}: no sample can be used: {store.count_by_reason(skipped)}")
-    high, low = (np.stack(fields) for fields in zip(*some))
+    high, *low = (np.stack(fields) for fields in zip(*some))
+    masks = tuple(np.all(np.isnan(values), 0) for values in (high, *low))
+    if empty := [name for name, mask in zip(names, masks[0]) if np.all(mask)]:
+        raise DataError(f"{options.source}: {empty[0]} has no value in any cell; leave it out by --variables")
+    pairs = replace(pairs, masks=masks) if settings.mask else pairs
     if pairs.coarse is not None:
-        check_alignment(pairs, high, low)
+        check_alignment(pairs, high, *low)
     given = dict(settings.transform)
     standard = Standard.choose(high, {number: given[name] for number, name in enumerate(names) if name in given})
-    for number, (name, values) in enumerate(zip(names, np.moveaxis(high, 1, 0))):
+    for number, name in enumerate(names):
+        values = high[:, number][np.isfinite(high[:, number])]
         if not math.isfinite(standard.deviation[number]):
             raise DataError(f"{options.source}: {name} goes from {values.min():.4g}: {NO_TRANSFORM}")
         if not standard.deviation[number]:
             raise DataError(f"{options.source}: {name} is {values.flat[0]:g} in all cells; leave it out by --variables")
         after = {"none": "", "log": f", log(x + {standard.floors[number]:g})", "sqrt": ", sqrt(x)"}[standard.transforms[number]]
+        after += f", masked in {masks[0][number].mean():.1%} of its cells" if settings.mask else ""
         command.print_rank_0(f"{name}: {values.min():.4g} to {values.max():.4g}, skewness {skewness(values):.2g}{after}")
     lengths = [side.length * cut / cells for side, cells, cut in zip(source.sides, source.shape, shape)]
     units = list(dict.fromkeys(side.units for side in source.sides))
@@ -252,19 +353,25 @@ def convert(options: argparse.Namespace) -> command.Plan:
         "periodic": periodic(source, settings), "parameters": [], "low": [], "high": [], "units": [],
     }  # fmt: skip
     del header["sides"]
+    areas = [cell_areas(side.coordinates) if side.is_latitude else np.ones(len(side.coordinates)) for side in source.sides]
+    static, weights = standardize_static(pairs), cell_weights([each[:cells] for each, cells in zip(areas, shape)], masks[0])
+    rows: Mapping[str, Rows] = {split: [(index, 0) for index in indices] for split, indices in splits.items()}
+    rows, interval = order_frames(source, splits) if settings.forecast else (rows, None)
     per_file = max(1, FILE_BYTES // (4 * len(names) * math.prod(shape)))
     contents = store.Contents(converted_fields(pairs, len(names)))
     jobs = [
         store.Job(options.out / split / f"fields_{number:06d}.h5",
                   partial(write_converted, pairs, header, settings.skip_bad, part), contents, len(part))
-        for split, indices in splits.items() for number, part in enumerate(command.batched(indices, per_file))
+        for split, own in rows.items() for number, part in enumerate(command.batched(own, per_file))
     ]  # fmt: skip
-    recipe = {"kind": "convert", **settings.json_dict, "files": command.fingerprint(list(map(str, source.files)))}
+    chosen = {name: value for name, value in settings.json_dict.items() if value or name not in ("mask", "static", "forecast")}
+    recipe = {"kind": "convert", **chosen, "files": command.fingerprint(list(map(str, source.files)))}
     if pairs.coarse is not None:
         recipe["coarse"] = command.fingerprint(list(map(str, pairs.coarse.files)))
     cells, cut = " x ".join(map(str, shape)), "" if shape == source.shape else f", cut from {' x '.join(map(str, source.shape))}"
     summary = f"{command.describe_sources(splits)}: samples of {len(names)} x {cells} cells{cut}, of {options.source}"
-    return command.Plan(recipe, jobs, header, summary, config="fields")
+    header = {**header, **shared_header(static, weights, interval)}
+    return command.Plan(recipe, jobs, header, summary, finalize=partial(write_shared, static, weights), config="fields")
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:

@@ -3,11 +3,14 @@
     python -m data_prep.fields simulate OUT --kind matter     slabs of simulated universes: projected density of matter, 64 x 64
     python -m data_prep.fields simulate OUT --kind volumes    full small universes: density of matter, 32^3
     python -m data_prep.fields simulate OUT --kind weather    maps of an idealised atmosphere of the globe, 64 x 96
+    python -m data_prep.fields simulate OUT --kind turbulence trajectories of two-dimensional turbulence, 64 x 64
     python -m data_prep.fields convert SOURCE OUT             fields of NetCDF, Zarr, GRIB, HDF5 or .npy: data_prep.field_pairs
     python -m data_prep.fields check OUT                      files against their index, low against high, a picture
 
     OUT/{train,validation,test}/fields_000000.h5   "high" float32 [N, C, *S] and "low" float32 [N, C, *s], standardized
                                                    "parameters" float32 [N, P] in [-1, 1]; absent for weather
+                                                   "step" int64 [N], of trajectories, in place of the last two
+    OUT/static.safetensors                         of weather: "weights" float32 [C, *S], areas of cells (data_prep.field_pairs)
 
 Matter is the 2LPT of data_prep.universe, in which particles cross where gravity would hold them: right on large scales, too smooth
 inside clusters. Its density is in units of the mean, and a value is (log(density + floor) - mean) / deviation. A value of weather
@@ -15,9 +18,12 @@ is (field - mean) / deviation of the channel; data_prep.atmosphere is kinematic,
 is the mean of DENSITY over blocks of ``factor`` cells a side (of the field, for weather, with equal weights), transformed by the
 same logarithm, mean and deviation. The index states all of these, so that every value can be inverted.
 
-Mean and deviation are those of the first 16 universes (or moments) of the training split, rounded to 4 digits: they do not change
-when a set grows, and are the same on any machine. All maps of one universe are in one split. Maps of one universe are not
-independent: they share the parameters, and slabs along two axes share the matter at their crossing.
+Turbulence is of the Navier-Stokes equations (data_prep.turbulence) on a grid twice as fine, of which a cell is the mean of a block.
+What a block averages out and the noise of the forcing leave the next frame undetermined; it correlates by 0.80 with the one before.
+
+Mean and deviation are those of the first 16 universes, moments or trajectories of the training split, rounded to 4 digits: they do
+not change when a set grows, and are the same on any machine. All maps of one universe are in one split. Maps of one universe are
+not independent: they share the parameters, and slabs along two axes share the matter at their crossing.
 
 Converted samples are in the order of time: the first ones train, the last ones are held out. A channel of positive values has
 the logarithm or square root after which its distribution is least skewed; data_prep.standardize.
@@ -38,10 +44,11 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import command, cosmoflow, field_pairs, scenes, store, universe
+from data_prep import command, cosmoflow, field_pairs, scenes, store, turbulence, universe
 from data_prep.atmosphere import VARIABLES
 from data_prep.command import option
 from data_prep.field_pairs import block_mean
+from data_prep.grids import cell_areas
 from data_prep.sphere import Grid
 from data_prep.standardize import Standard
 from data_prep.store import Field
@@ -54,8 +61,9 @@ RANGES = {**cosmoflow.RANGES, "Omega_m": (0.1, 0.5), "sigma_8": (0.6, 1.0)}
 CHANNELS = ("TMQ", "U850", "V850", "PSL")
 STATISTICS_SIZE = 16            # universes or moments for mean and deviation
 FLOOR = 0.05                    # added before the logarithm, in units of the mean density
-OVERSAMPLING = 2                # of the grid of weather along each side: cyclones are narrower than a cell of the map
-WEATHER_STREAM = 1
+OVERSAMPLING = 2                # of the grids of weather, whose cyclones are narrower than a cell of the map, and turbulence
+WEATHER_STREAM, TURBULENCE_STREAM = 1, 2
+INTERVAL = 0.33                 # time between frames of turbulence; 40 trajectories of 64 x 64: they correlate by 0.80
 TOLERANCE = 1e-4                # deviations: rounding error of float32 between low and the mean of high
 
 
@@ -93,6 +101,10 @@ class Recipe(command.Recipe):
         """Return the number of rows of one universe or moment."""
         return 1
 
+    def weights_and_interval(self) -> tuple[Array | None, tuple[float, str] | None]:
+        """Return the weights of cells [C, *S], and the time between frames of trajectories with its unit, if there are any."""
+        return None, None
+
     def simulate(self, number: int) -> Array:
         """Return the fields in physical units.   [rows, C, *S]"""
         raise NotImplementedError
@@ -112,6 +124,12 @@ class Recipe(command.Recipe):
     def coarsen(self, values: Array) -> Array:
         """The coarse counterpart, standardised, from physical units.   [..., C, *S] -> [..., C, *s]"""
         return self.standard.apply(block_mean(values, self.factor, len(self.shape)))
+
+    def rows_of(self, number: int) -> dict[str, Array]:
+        """Return the rows of one universe or moment, by dataset."""
+        values, parameters = self.simulate(number), self.target(number)
+        rows = {"high": self.standard.apply(values), "low": self.coarsen(values)}
+        return {**rows, "parameters": np.tile(parameters, (len(values), 1))} if len(parameters) else rows
 
     def header(self) -> dict[str, Any]:
         moments = {"mean": list(self.mean), "deviation": list(self.deviation)}
@@ -211,6 +229,11 @@ class Weather(Recipe):
         chosen = np.moveaxis(fields[..., [list(VARIABLES).index(name) for name in CHANNELS]], -1, 0)
         return block_mean(chosen, OVERSAMPLING, 2)[None]
 
+    def weights_and_interval(self) -> tuple[Array | None, tuple[float, str] | None]:
+        height, width = self.shape
+        areas = cell_areas((np.arange(height) + 0.5) * 180 / height - 90), np.ones(width)
+        return field_pairs.cell_weights(areas, np.zeros((len(CHANNELS), height, width), bool)), None
+
     def kind_header(self) -> dict[str, Any]:
         return {
             "channels": list(CHANNELS), "channel_units": [VARIABLES[name].units for name in CHANNELS],
@@ -221,7 +244,48 @@ class Weather(Recipe):
         }  # fmt: skip
 
 
-KINDS: dict[str, type[Recipe]] = {"matter": Matter, "volumes": Matter, "weather": Weather}
+@dataclass(frozen=True)
+class Turbulence(Recipe):
+    """Trajectories of the vorticity of two-dimensional turbulence."""
+
+    frames: int = 16
+
+    def mistakes(self) -> Iterator[str]:
+        if self.size < 16 or self.size % 4:
+            yield f"--size {self.size}: expected a multiple of 4 of 16 or more"
+        if self.frames < 3:
+            yield f"--frames {self.frames}: expected 3 or more"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.size, self.size
+
+    @property
+    def rows_per_index(self) -> int:
+        return self.frames
+
+    def weights_and_interval(self) -> tuple[Array | None, tuple[float, str] | None]:
+        return None, (round(INTERVAL * self.deviation[0], 3), "eddy turnover times")      # 1 / deviation of vorticity
+
+    def simulate(self, number: int) -> Array:
+        random = self.generator(TURBULENCE_STREAM, number)
+        return block_mean(turbulence.simulate(OVERSAMPLING * self.size, self.frames, INTERVAL, random), OVERSAMPLING, 2)[:, None]
+
+    def rows_of(self, number: int) -> dict[str, Array]:
+        return {"high": self.standard.apply(self.simulate(number)), "step": np.arange(self.frames)}
+
+    def fields(self) -> store.Fields:
+        return {"high": Field("float32", (1, *self.shape), channels=0), "step": Field("int64")}
+
+    def kind_header(self) -> dict[str, Any]:
+        return {
+            "channels": ["vorticity"], "channel_units": ["1/time"], "undo": "field = mean + deviation * value",
+            "box": [2 * np.pi] * 2, "box_units": "length", "periodic": [True, True],
+            "parameters": [], "low": [], "high": [], "units": [],
+        }  # fmt: skip
+
+
+KINDS: dict[str, type[Recipe]] = {"matter": Matter, "volumes": Matter, "weather": Weather, "turbulence": Turbulence}
 
 
 def with_statistics(recipe: Recipe, out: Path) -> Recipe:
@@ -237,6 +301,7 @@ def with_statistics(recipe: Recipe, out: Path) -> Recipe:
     kind = "none" if recipe.floor is None else "log"
     plain = Standard(len(recipe.shape), (kind,) * fields.shape[1], (recipe.floor or 0.0,) * fields.shape[1])
     mean, deviation = plain.measured(fields)[3:]
+    mean = tuple(value if abs(value) > TOLERANCE * width else 0.0 for value, width in zip(mean, deviation))
     return replace(recipe, mean=mean, deviation=deviation)
 
 
@@ -244,14 +309,13 @@ def write_fields(recipe: Recipe, numbers: Sequence[int], path: Path) -> None:
     n, about = recipe.rows_per_index, {**recipe.header(), "seed": recipe.seed, "numbers": list(numbers), "recipe": recipe.json_text}
     with store.create_file(path, n * len(numbers), recipe.fields(), about) as file:
         for position, number in enumerate(numbers):
-            values, rows = recipe.simulate(number), slice(position * n, (position + 1) * n)
-            file["high"][rows], file["low"][rows] = recipe.standard.apply(values), recipe.coarsen(values)
-            if "parameters" in file:
-                file["parameters"][rows] = recipe.target(number)
+            for name, values in recipe.rows_of(number).items():
+                file[name][position * n : (position + 1) * n] = values
 
 
 def add_kind_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of fields")
+    parser.add_argument("--frames", metavar="N", type=command.positive, default=16, help="of a trajectory of turbulence")
     cosmoflow.add_ranges_option(parser, RANGES)
 
 
@@ -259,7 +323,9 @@ def simulate(options: argparse.Namespace) -> command.Plan:
     volumes, voxel, (low, high) = options.kind == "volumes", options.voxel, cosmoflow.range_ends(options)
     cube = {"slabs": 0, "thickness": 0} if volumes else {}
     extra: dict[str, Any] = {"field": options.kind, "size": options.size or (32 if volumes else 64)}
-    if options.kind != "weather":
+    if options.kind == "turbulence":
+        extra["factor"] = 0
+    elif options.kind != "weather":
         extra |= {**cube, "voxel": (4.0 if volumes else 1.0) if voxel is None else voxel, "low_end": low, "high_end": high}
         extra["particles"] = options.particles or (4 if volumes else 8)
     recipe = KINDS[options.kind].from_options(options, **extra)
@@ -274,34 +340,39 @@ def simulate(options: argparse.Namespace) -> command.Plan:
         for split, members_of_split in members.items()
         for file, numbers in enumerate(command.batched(members_of_split, max(1, recipe.rows // recipe.rows_per_index)))
     ]  # fmt: skip
-    units = "moments" if recipe.field == "weather" else "universes"
+    units = {"weather": "moments", "turbulence": "trajectories"}.get(recipe.field, "universes")
     cells = " x ".join(map(str, (len(recipe.mean), *recipe.shape)))
     message = f"{count * recipe.rows_per_index} samples of {cells} cells from {count} {units} in {options.out}"
     config = {"matter": "small", "volumes": "small3d"}.get(recipe.field, recipe.field)
-    return command.Plan(recipe, jobs, recipe.header(), message, config=config)
+    weights, interval = recipe.weights_and_interval()
+    header = {**recipe.header(), **field_pairs.shared_header({}, weights, interval)}
+    return command.Plan(recipe, jobs, header, message, finalize=partial(field_pairs.write_shared, {}, weights), config=config)
 
 
 # ---- check
 
 
 def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the rows in which ``low`` is not the mean of ``high``, or matter is not conserved."""
-    conserves = prepared.recipe.get("field") == "volumes"
-    if prepared.recipe.get("field") not in KINDS and "factor" not in prepared.recipe:
+    """Yield the rows in which ``low`` is not the mean of ``high``, or the mean of a simulated field is not conserved."""
+    field, index = prepared.recipe.get("field"), prepared.index
+    if field not in KINDS and "factor" not in prepared.recipe:
         raise DataError(f"{prepared.out}: recipe.json is not of data_prep.fields; name another folder")
-    if prepared.recipe.get("coarse"):
-        print("low is of a source of its own, and is not compared with the mean of high")
-        return
-    standard, factor = Standard.from_header(prepared.index), prepared.index["factor"]
-    rows = command.subsample(prepared.locations, options.check_count)
+    masked, compares = field_pairs.read_weights(prepared.out, index) == 0, index["factor"] and not prepared.recipe.get("coarse")
+    conserved = {"volumes": ("density, matter", 1), "turbulence": ("vorticity, circulation", 0)}.get(field or "")
+    if not compares:
+        print("low is of a source of its own, or absent, and is not compared with the mean of high")
+    standard, factor = Standard.from_header(index), index["factor"]
+    rows = command.subsample(prepared.locations, options.check_count) if compares or conserved else ()
     for path, row in rows:
         with h5py.File(path, "r") as file:
-            high, low = standard.invert(file["high"][row]), file["low"][row]
-        if (error := float(np.abs(standard.apply(block_mean(high, factor, standard.sides)) - low).max())) > TOLERANCE:
+            high, low = standard.invert(np.where(masked, np.nan, file["high"][row])), file["low"][row] if compares else None
+        if compares and (error := np.nanmax(np.abs(standard.apply(block_mean(high, factor, standard.sides)) - low))) > TOLERANCE:
             yield f"{path}: row {row}: 'low' is {error:.2g} deviations off the mean of blocks of 'high'; make the file again"
-        if conserves and abs(excess := high.mean() - 1) > TOLERANCE:
-            yield f"{path}: row {row}: the mean density is off by {excess:.2g}, matter is not conserved; make the file again"
-    print(f"low of {len(rows)} samples compared with the mean of high")
+        if conserved and abs(excess := high.mean() - conserved[1]) > TOLERANCE:
+            name, _, quantity = conserved[0].partition(", ")
+            yield f"{path}: row {row}: the mean {name} is off by {excess:.2g}, {quantity} is not conserved; make the file again"
+    if compares:
+        print(f"low of {len(rows)} samples compared with the mean of high")
 
 
 BUILDER = command.DatasetBuilder(

@@ -4,11 +4,13 @@
     source.read(5)                    # fields of the 5th sample, in physical units
 
 A sample is one entry along all dims that are neither a side nor a level, such as time. A variable with levels is one channel for
-each of them. Coordinates of sides increase. C channels, S cells of each side"""
+each of them. A static field is a variable without samples. Coordinates of sides increase.
+
+N samples, C channels, S cells of each side"""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import command
+from data_prep.command import option
 from hpcai.data.layout import parse_errors
 from hpcai.errors import ConfigError, DataError
 from hpcai.lazy import import_optional
@@ -27,17 +30,31 @@ SIDES = {
     "y": ("y", "lat", "latitude", "rlat", "south_north", "projection_y_coordinate"),
 }  # fmt: skip
 LEVELS = ("level", "lev", "plev", "isobaricInhPa", "pressure", "pressure_level", "hybrid", "depth", "height", "z", "bottom_top")
+TIMES = ("time", "valid_time", "t", "frame", "snapshot")
+UNNAMED = ("sample", "phony_dim_")              # beginnings of names that arrays and HDF5 without names have
 GRIB, HDF5, NETCDF = (".grib", ".grib2", ".grb", ".grb2"), (".h5", ".hdf5", ".he5"), (".nc", ".nc4", ".cdf", ".netcdf")
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Variables and levels of the files, and names of the dims that are sides; empty: all, and by their names."""
+def assignment(text: str) -> tuple[str, float]:
+    """Return the parts of NAME=NUMBER."""
+    name, _, value = text.partition("=")
+    return name, float(value)
 
-    variables: tuple[str, ...] = ()
-    levels: tuple[float, ...] = ()
-    dims: tuple[str, ...] = ()
-    fill: tuple[tuple[str, float], ...] = ()   # of missing cells, by variable
+
+def several(text: str, metavar: str, **kwargs: Any) -> Any:
+    return option((), text, nargs="+", metavar=metavar, **kwargs)
+
+
+@dataclass(frozen=True)
+class Choice(command.Settings):
+    """What is taken from the files."""
+
+    variables: tuple[str, ...] = several("variables; default: all that have the sides", "NAME")
+    levels: tuple[float, ...] = several("levels of variables that have some; default: all", "LEVEL", type=float)
+    dims: tuple[str, ...] = several("dims that are sides, such as y x; default: by names and units", "DIM")
+    fill: tuple[tuple[str, float], ...] = several("value of missing cells, in the unit of the file", "NAME=VALUE", type=assignment)
+    mask: bool = option(False, "give cells that a variable misses in all samples the weight 0", action="store_true")
+    static: tuple[str, ...] = several("fields without samples: variables of SOURCE, or files with its grid", "NAME|FILE")
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,7 @@ class Side:
     coordinates: Array
     units: str
     is_reversed: bool
+    is_latitude: bool
     is_longitude: bool
 
     @property
@@ -105,27 +123,70 @@ class Source:
         return vars(self) | {"_opened": (-1, None)}  # a worker opens its files itself
 
     def read(self, index: int) -> Array:
-        """Return the fields of a sample in physical units. Raises DataError for missing cells without a value of ``fill``.
-        -> [C, *S] float64"""
+        """Return the fields of a sample in physical units, with NaN in missing cells if ``mask`` is chosen. Raises DataError for
+        missing cells without it or a value of ``fill``.   -> [C, *S] float64"""
         number, offset = self._locate(index)
         if self._opened[0] != number:
             self._opened = number, open_file(self.files[number], self.choice)
         place = dict(zip(self._sample_dims, map(int, np.unravel_index(offset, self._sizes[number])))) if self._sample_dims else {}
-        reversed_dims = tuple(dim for dim, side in enumerate(self.sides) if side.is_reversed)
         values = np.empty((len(self.channels), *self.shape))
         for channel, out in zip(self.channels, values):
             variable = self._opened[1][channel.variable]
             level = {} if channel.level is None else {self._level_dim(variable): channel.level}
             with parse_errors(self.describe(index), "fetch or write it again", f"{channel.name} cannot be read"):
-                out[...] = np.flip(variable.isel(place | level).transpose(*self._side_names).values, reversed_dims)
-            if (missing := ~np.isfinite(out)).any():
-                if channel.fill is None:
-                    raise DataError(
-                        f"{self.describe(index)}: {channel.name} has no value in {missing.mean():.1%} of its cells; give one with "
-                        f"--fill {channel.variable}=VALUE, or leave the variable out"
-                    )
-                out[missing] = channel.fill
+                out[...] = _read_cells(variable.isel(place | level), self.sides)
+            fill = np.nan if channel.fill is None and self.choice.mask else channel.fill
+            _fill_missing(out, fill, f"{self.describe(index)}: {channel.name}", channel.variable)
         return values
+
+    def read_static(self) -> dict[str, Array]:
+        """Return the static fields in physical units, by name.   [*S] each"""
+        own, fields = self._static_variables(self.files[0]), dict[str, Array]()
+        for name in self.choice.static:
+            if name not in own and not Path(name).exists():
+                has = f"; it has {', '.join(own)}" if own else ""
+                over = f"over {' and '.join(self._side_names)} alone"
+                raise ConfigError(f"--static {name}: no such file, and {self.path} has no such variable {over}{has}")
+            fields |= {name: own[name]} if name in own else self._static_variables(list_files(Path(name))[0])
+        for name, values in fields.items():
+            _fill_missing(values, dict(self.choice.fill).get(name), f"{self.path}: {name}", name)
+        return fields
+
+    def _static_variables(self, file: Path) -> dict[str, Array]:
+        """Return the variables of a file that have the sides, and one entry along all other dims."""
+        dataset = open_file(file, replace(self.choice, variables=()))
+        sides = [_read_side(dataset, dim, file) for dim in self._find_sides(dataset)]
+        for side, own in zip(sides, self.sides):
+            ours, theirs = own.coordinates, side.coordinates
+            if len(ours) != len(theirs) or np.abs(ours - theirs).max() > own.length / len(ours) / 100:
+                raise DataError(f"{file}: {side.name} differs from {own.name} of {self.path}; interpolate it to that grid")
+        dims, size = {side.name for side in sides}, math.prod(self.shape)
+        fields = {str(name): each.squeeze(sorted({*each.dims} - dims)) for name, each in dataset.data_vars.items()
+                  if dims <= {*each.dims} and each.dtype.kind in "bfiu" and each.size == size}  # fmt: skip
+        if not fields and file not in self.files:
+            raise ConfigError(f"{file}: has no variable over {' and '.join(dims)} alone, for --static")
+        with parse_errors(file, "fetch or write it again", "cannot be read"):
+            return {name: _read_cells(each, sides).astype(float) for name, each in fields.items()}
+
+    def trajectories(self) -> tuple[Array, Array, str]:
+        """Return the trajectory of each sample [N], its time [N], and the unit of times that are numbers. Samples along other dims
+        than that of time are of other trajectories, as are files with equal times. Raises ConfigError without a dim of time."""
+        dims, first, clocks, others = self._sample_dims, self._opened[1], list[Array](), list[Array]()
+        dated = [dim for dim in dims if dim in first.coords and first[dim].dtype.kind in "mM"]
+        named = [dim for dim in dims if dim.lower() in TIMES or (len(dims) == 1 and dim.startswith(UNNAMED))]
+        if not (times := dated + named):
+            raise ConfigError(f"{self.path}: has samples along {' and '.join(dims)}, expected a dim with times, or named time")
+        axis = dims.index(dim := times[0])
+        for file, lengths in zip(self.files, self._sizes):
+            dataset, index = open_file(file, self.choice), np.indices(lengths).reshape(len(dims), -1)
+            is_known = dim in dataset.coords and dataset[dim].dtype.kind in "mMfiu"
+            clocks.append((dataset[dim].values if is_known else np.arange(lengths[axis]))[index[axis]])
+            index[axis] = 0
+            others.append(np.array(np.ravel_multi_index(tuple(index), [*lengths[:axis], 1, *lengths[axis + 1 :]])))
+        clock, trajectory = np.concatenate(clocks), np.concatenate(others)
+        if len({*zip(trajectory.tolist(), clock.tolist())}) < len(clock):
+            trajectory += np.repeat(np.arange(len(others)) * (trajectory.max() + 1), [len(each) for each in others])
+        return trajectory[self._order], clock[self._order], str(_attributes(dataset, dim).get("units", ""))
 
     def describe(self, index: int) -> str:
         """Return the file of a sample, and its time or number in the file."""
@@ -160,7 +221,7 @@ class Source:
         usable = [str(name) for name, each in dataset.data_vars.items()
                   if sides <= {*each.dims} and each.dtype.kind in "fiu" and self._other_dims(each)]  # fmt: skip
         names = self.choice.variables or tuple(usable)
-        if (missing := [name for name in (*names, *fill) if name not in usable]) or not names:
+        if (missing := [name for name in names if name not in usable]) or not names:
             actual = f"no variable {missing[0]}" if missing else "no variable of numbers"
             has = f"; it has {', '.join(usable)}" if usable else ""
             raise ConfigError(f"{self.path}: has {actual} over {', '.join(self._side_names)} and samples, such as times{has}")
@@ -218,9 +279,34 @@ def _read_side(dataset: Any, dim: str, file: Path) -> Side:
     if (steps * steps[0] <= 0).any():
         raise DataError(f"{file}: the coordinates of {dim} neither increase nor decrease; sort them")
     unit = str(_attributes(dataset, dim).get("units", ""))
-    is_longitude = unit == "degrees_east" or dim.lower() in ("lon", "longitude")
+    is_latitude, is_longitude = (unit == f"degrees_{end}" or dim.lower() in (name, name[:3])
+                                 for name, end in (("latitude", "north"), ("longitude", "east")))  # fmt: skip
     unit = unit.removesuffix("_north").removesuffix("_east") or "cells"
-    return Side(dim, np.sort(values.astype(float)), unit, bool(steps[0] < 0), is_longitude)
+    return Side(dim, np.sort(values.astype(float)), unit, bool(steps[0] < 0), is_latitude, is_longitude)
+
+
+def cell_areas(latitude: Array) -> Array:
+    """Return the areas of cells at latitudes in degrees, up to a factor: cos(latitude) integrated over each, which ends at the
+    pole."""
+    middles = (latitude[1:] + latitude[:-1]) / 2
+    ends = np.concatenate((2 * latitude[:1] - middles[:1], middles, 2 * latitude[-1:] - middles[-1:]))
+    return np.diff(np.sin(np.radians(np.clip(ends, -90, 90))))
+
+
+def _read_cells(variable: Any, sides: Sequence[Side]) -> Array:
+    """Return the values of a variable with no other dims, with coordinates that increase.   [*S]"""
+    reversed_dims = tuple(dim for dim, side in enumerate(sides) if side.is_reversed)
+    return np.flip(variable.transpose(*(side.name for side in sides)).values, reversed_dims)
+
+
+def _fill_missing(values: Array, fill: float | None, where: str, name: str) -> None:
+    if (missing := ~np.isfinite(values)).any():
+        if fill is None:
+            raise DataError(
+                f"{where} has no value in {missing.mean():.1%} of its cells; give one with --fill {name}=VALUE, leave the variable "
+                "out, or mask cells that no sample has with --mask"
+            )
+        values[missing] = fill
 
 
 def list_files(path: Path) -> list[Path]:
@@ -260,6 +346,8 @@ def open_file(path: Path, choice: Choice = Choice()) -> Any:
 def _wrap_array(xarray: Any, array: Array, path: Path, choice: Choice) -> Any:
     """Return a dataset of an array [N, *S] or [N, C, *S]; channels are those of --variables."""
     sides = choice.dims or ("y", "x")
+    if array.ndim == len(sides):
+        array = array[None]
     if array.ndim not in (len(sides) + 1, len(sides) + 2) or array.dtype.kind not in "fiu":
         raise DataError(
             f"{path}: is {array.dtype} {list(array.shape)}, expected numbers [samples, {', '.join(sides)}], or with channels after "

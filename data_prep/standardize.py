@@ -41,9 +41,11 @@ class Standard(NamedTuple):
 
     @classmethod
     def choose(cls, fields: Array, transforms: Mapping[int, str]) -> "Standard":
-        """Return that of some samples. Channels that are not in ``transforms`` have that of least skewness.   fields [N, C, *S]"""
+        """Return that of some samples, of their values that are not NaN. Channels that are not in ``transforms`` have that of least
+        skewness.   fields [N, C, *S]"""
         kinds, floors = list[str](), list[float]()
         for channel, values in enumerate(np.moveaxis(fields, 1, 0)):
+            values = values[~np.isnan(values)]
             floor = float(f"{FLOOR * abs(values.mean()):.2g}")
             kinds.append(transforms.get(channel) or _least_skewed(values, floor))
             floors.append(floor if kinds[-1] == "log" else 0.0)
@@ -51,9 +53,9 @@ class Standard(NamedTuple):
 
     def measured(self, fields: Array) -> "Standard":
         """Return the same transforms with mean and deviation of ``fields`` [N, C, *S], rounded to 4 digits."""
-        transformed = np.moveaxis(self.transform(fields), 1, -1).reshape(-1, fields.shape[1])
-        statistics = moments.summarize([moments.compute(transformed)])
-        mean, deviation = (tuple(float(f"{value:.4g}") for value in statistics[key]) for key in ("mean", "deviation"))
+        columns = zip(np.moveaxis(self.transform(fields), 1, 0), np.moveaxis(fields, 1, 0))
+        statistics = [moments.summarize([moments.compute(values[~np.isnan(own), None])]) for values, own in columns]
+        mean, deviation = (tuple(float(f"{each[key][0]:.4g}") for each in statistics) for key in ("mean", "deviation"))
         return self._replace(mean=mean, deviation=deviation)
 
     def transform(self, fields: Array) -> Array:
