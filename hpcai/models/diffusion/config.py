@@ -47,6 +47,9 @@ class UNetConfig(Settings):
     """whether each spatial dim is periodic, such as a simulation box or longitude; empty: none is"""
     zero: bool = True
     """initialize the last layer of each block to zero, as published networks were trained (diffusers does not)"""
+    recompute: Recompute = "none"
+    """activation recomputation in the backward pass. selective: norms and activation functions; layers: residual and attention
+    blocks, of which only the inputs are saved"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -206,8 +209,8 @@ class SamplerConfig(Settings):
     renamed = {"together": "batch_guidance"}
 
     method: Literal["ddim", "ddpm", "dpm++", "euler", "heun"] = "dpm++"
-    """ddim: Song et al. 2020; ddpm: Ho et al. 2020; dpm++: second order, Lu et al. 2022; euler and heun: Karras et al. 2022. The last
-    three are also for edm and flow"""
+    """ddim: Song et al. 2020; ddpm: Ho et al. 2020; dpm++: second order, Lu et al. 2022; euler and heun: Karras et al. 2022. The
+    last three are also for edm and flow"""
     steps: PositiveInt = 25
     spacing: Literal["leading", "trailing", "linspace", "karras"] = "trailing"
     """levels of the schedule to visit; karras: powers of sigma, also between levels (the only one of edm). Times of flow: trailing:
