@@ -23,12 +23,12 @@ MAPS = UNetConfig(
     **SMALL, field=1, channels=(8, 8, 12), attention=("self", "none", "self"), heads=(2, 2, 3), patch=2, periodic=(True, True)
 )
 GLOBE = UNetConfig(
-    **SMALL | {"tokens": 5, "middle": "cross"}, channels=(8, 12), attention=("cross", "cross"), heads=(2, 3), periodic=(False, True),
-    recompute="selective",
+    **SMALL | {"tokens": 5, "middle": "cross"}, channels=(8, 12), attention=("cross", "cross"), heads=(2, 3),
+    periodic=(False, True), recompute="selective",
 )  # fmt: skip
 VOLUMES = UNetConfig(
-    **SMALL, dims=3, field=2, parameters=3, channels=(6, 8), attention=("none", "self"), heads=(2, 2), periodic=(True, False, True),
-    recompute="layers",
+    **SMALL, dims=3, field=2, parameters=3, channels=(6, 8), attention=("none", "self"), heads=(2, 2),
+    periodic=(True, False, True), recompute="layers",
 )  # fmt: skip
 OPEN = UNetConfig(**SMALL | {"middle": "none"}, dims=3, classes=4, channels=(6, 8), attention=("none", "none"), heads=(2, 2))
 SIZES = {MAPS: (32, 16), GLOBE: (24, 8), VOLUMES: (16, 8, 4), OPEN: (8, 12, 4)}

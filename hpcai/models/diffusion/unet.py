@@ -173,7 +173,7 @@ class UNet(nn.Module):
             skips += outputs
         x = self.mid_block(x, embedded, tokens)
         for level in self.up_blocks:
-            own = [skips.pop() for _ in level.resnets]
+            own = [skips.pop() for _ in range(cfg.blocks + 1)]
             x = level(x, own, skips[-1].shape[2:] if skips else (), embedded, tokens)
         return pixel_shuffle(self.conv_out(self.conv_norm_out(x)), cfg.patch)
 
