@@ -70,13 +70,14 @@ def objective_and_sampler(case: dict[str, Any], **overrides: Any) -> tuple[Objec
                  "churn_noise": settings["S_noise"]} if kind == "EDMHeun" else {}  # fmt: skip
         objective = ObjectiveConfig(prediction_type="edm", sigma_data=settings.get("sigma_data", 0.5))
         return Objective(objective), SamplerConfig(
-            method="heun" if kind == "EDMHeun" else "euler", steps=steps, spacing="karras", low=settings["sigma_min"],
-            high=settings["sigma_max"], rho=settings["rho"], **churn, **overrides,
+            method={"EDMHeun": "heun", "EDMEuler": "euler"}.get(kind, "dpm++"), steps=steps, spacing="karras",
+            low=settings["sigma_min"], high=settings["sigma_max"], rho=settings["rho"], **churn, **overrides,
         )  # fmt: skip
-    if kind.startswith("FlowMatch"):
-        shift = math.exp(case["set_timesteps"]["mu"]) if settings.get("use_dynamic_shifting") else settings["shift"]
+    if case["prediction"] == "flow":
+        shift = settings.get("shift", settings.get("flow_shift"))
+        shift = math.exp(case["set_timesteps"]["mu"]) if settings.get("use_dynamic_shifting") else shift
         return Objective(ObjectiveConfig(prediction_type="flow", levels=settings["num_train_timesteps"])), SamplerConfig(
-            method="heun" if kind == "FlowMatchHeun" else "euler", steps=steps, shift=shift,
+            method={"FlowMatchHeun": "heun", "FlowMatchEuler": "euler"}.get(kind, "dpm++"), steps=steps, shift=shift,
             spacing="trailing" if "set_timesteps" in case else "linspace", **overrides,
         )  # fmt: skip
     objective = ObjectiveConfig(
@@ -102,7 +103,8 @@ def trajectories() -> dict[str, np.ndarray]:
 def initial_scale(objective: Objective, cfg: SamplerConfig) -> float:
     """Return the scale of the first state: the stored noise was multiplied by it and then rounded to float32."""
     first = plan_steps(objective, cfg)[0]
-    return first.sigma / (first.alpha if objective.has_schedule else 1) if cfg.method in ("euler", "heun") else 1.0
+    scaled = cfg.method in ("euler", "heun") or objective.cfg.prediction_type == "edm"
+    return first.sigma / (first.alpha if objective.has_schedule else 1) if scaled else 1.0
 
 
 def compute_states(name: str, stored: dict[str, np.ndarray], dtype: torch.dtype, **overrides: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -23,11 +23,13 @@ MAPS = UNetConfig(
     **SMALL, field=1, channels=(8, 8, 12), attention=("self", "none", "self"), heads=(2, 2, 3), patch=2, periodic=(True, True)
 )
 GLOBE = UNetConfig(
-    **SMALL | {"tokens": 5, "middle": "cross"}, channels=(8, 12), attention=("cross", "cross"), heads=(2, 3), periodic=(False, True)
-)
+    **SMALL | {"tokens": 5, "middle": "cross"}, channels=(8, 12), attention=("cross", "cross"), heads=(2, 3),
+    periodic=(False, True), recompute="selective",
+)  # fmt: skip
 VOLUMES = UNetConfig(
-    **SMALL, dims=3, field=2, parameters=3, channels=(6, 8), attention=("none", "self"), heads=(2, 2), periodic=(True, False, True)
-)
+    **SMALL, dims=3, field=2, parameters=3, channels=(6, 8), attention=("none", "self"), heads=(2, 2),
+    periodic=(True, False, True), recompute="layers",
+)  # fmt: skip
 OPEN = UNetConfig(**SMALL | {"middle": "none"}, dims=3, classes=4, channels=(6, 8), attention=("none", "none"), heads=(2, 2))
 STATES = UNetConfig(
     **SMALL | {"middle": "none"}, fine=3, channels=(6, 8), attention=("none", "none"), heads=(2, 2), periodic=(True, False)
@@ -136,11 +138,15 @@ def batch(mesh: Mesh, cfg: UNetConfig, model: Diffusion, step: int) -> Batch:
     return Batch(model.grid.shard(sample[samples]), number[samples], torch.zeros(count, dtype=torch.long)[samples], **kwargs)
 
 
-def train_and_sample(mesh: Mesh, cfg: UNetConfig) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+def train(mesh: Mesh, cfg: UNetConfig, shard: Any) -> tuple[Diffusion, list[float]]:
     model = build_model(cfg, mesh)
-    settings: dict[str, Any] = {"precision": "fp64", "lr": 0.01, "clip": 1.0, "ema_decay": 0.9, "shard": "none", "eps": 1e-3}
+    settings: dict[str, Any] = {"precision": "fp64", "lr": 0.01, "clip": 1.0, "ema_decay": 0.9, "shard": shard, "eps": 1e-3}
     step = Step(model, diffusion.loss, StepConfig(**settings), mesh)
-    losses = [step(batch(mesh, cfg, model, number))["loss"].item() for number in range(2)]
+    return model, [step(batch(mesh, cfg, model, number))["loss"].item() for number in range(2)]
+
+
+def train_and_sample(mesh: Mesh, cfg: UNetConfig) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    model, losses = train(mesh, cfg, "none")
     held_out = batch(mesh, cfg, model, 9)
     with torch.no_grad():
         score = diffusion.score(model, held_out)
@@ -176,6 +182,15 @@ def test_sharded_samples_train_and_are_generated_as_on_one_rank(cfg: UNetConfig,
             assert own_weights[name] == pytest.approx(tensor, rel=1e-8, abs=1e-9), name
         for name in rows.keys() - per_replica:
             assert own_rows[name] == pytest.approx(rows[name], rel=1e-7, abs=1e-9), name
+
+
+def train_sharded_weights(mesh: Mesh, cfg: UNetConfig) -> list[float]:
+    return train(mesh, cfg, "weights")[1]
+
+
+def test_sharded_weights_of_recomputed_blocks_train_as_on_one_rank() -> None:
+    ranks = on_ranks({"replicate": 2}, train_sharded_weights, VOLUMES)
+    assert [sum(pair) / 2 for pair in zip(*ranks)] == pytest.approx(train_unsharded(VOLUMES)[0], rel=1e-9)
 
 
 LARGE = UNetConfig(

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from hpcai.kernels.activations import geglu
 from hpcai.kernels.grouped_query_attention import grouped_query_attention
+from hpcai.nn.batchnorm import is_local
 from hpcai.nn.conv import Conv2d, Conv3d, channels_last
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.matmul import fused_linear
 from hpcai.nn.periodic import PeriodicConv2d, PeriodicConv3d
+from hpcai.nn.recompute import cheap
 from hpcai.nn.upsample_conv import UpsampleConv, fold_upsampling
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -128,10 +130,16 @@ class Upsample(nn.Module):
         return self.conv(channels_last(F.interpolate(x, size=sizes, mode="nearest")))
 
 
+def group_norm(norm: GroupNorm, x: Tensor) -> Tensor:
+    """Return ``norm(x)``, which the backward pass may recompute if its statistics are local."""
+    return cheap(norm, x) if is_local(norm.all_reduce) else norm(x)
+
+
 class ResBlock(nn.Module):
     """x + conv(silu(norm(conv(silu(norm(x))) + time))) (He et al. 2016, Ho et al. 2020).
 
-    Shape: x [B, C, ...], time [B, T] after its activation (None for a block without) -> [B, C', ...]
+    Shape: x [B, C, ...], time [B, T] after its activation (None for a block without), skip [B, C'', ...], whose channels follow
+    those of x -> [B, C', ...]
     """
 
     def __init__(self, space: Space, inputs: int, outputs: int, time: int | None, groups: int, eps: float, dropout: float = 0.0,
@@ -147,11 +155,12 @@ class ResBlock(nn.Module):
         if zero:
             zero_init(self.conv2)
 
-    def forward(self, x: Tensor, time: Tensor | None = None) -> Tensor:
-        y = self.conv1(self.norm1(x))
+    def forward(self, x: Tensor, time: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+        x = x if skip is None else torch.cat((x, skip), 1)
+        y = self.conv1(group_norm(self.norm1, x))
         if self.time_emb_proj is not None and time is not None:
             y += self.time_emb_proj(time)[(..., *[None] * (x.ndim - 2))]  # in place: outputs of convolutions are not saved
-        y = self.conv2(self.dropout(self.norm2(y)))
+        y = self.conv2(self.dropout(group_norm(self.norm2, y)))
         y += x if self.conv_shortcut is None else self.conv_shortcut(x)
         return y
 
@@ -209,7 +218,7 @@ class SelfAttention(MultiHeadAttention):
 
     def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
         sizes = x.shape[2:]
-        y = super().forward(to_tokens(self.group_norm(x)), sizes)
+        y = super().forward(to_tokens(group_norm(self.group_norm, x)), sizes)
         return from_tokens(y + to_tokens(x), sizes)
 
 
@@ -221,7 +230,7 @@ class GEGLU(nn.Module):
         self.proj = nn.Linear(channels, 2 * inner)
 
     def forward(self, x: Tensor) -> Tensor:
-        return geglu(self.proj(x))
+        return cheap(geglu, self.proj(x))
 
 
 class FeedForward(nn.Module):
@@ -251,9 +260,9 @@ class TransformerLayer(nn.Module):
         self.ff = FeedForward(channels, GEGLU(channels, 4 * channels))
 
     def forward(self, x: Tensor, sizes: Sequence[int], tokens: Tensor) -> Tensor:
-        x = x + self.attn1(self.norm1(x), sizes)
-        x = x + self.attn2(self.norm2(x), sizes, tokens)
-        return x + self.ff(self.norm3(x))
+        x = x + self.attn1(cheap(self.norm1, x), sizes)
+        x = x + self.attn2(cheap(self.norm2, x), sizes, tokens)
+        return x + self.ff(cheap(self.norm3, x))
 
 
 class CrossAttention(nn.Module):
@@ -271,7 +280,7 @@ class CrossAttention(nn.Module):
             zero_init(self.proj_out)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        y, sizes = self.proj_in(to_tokens(self.norm(x))), x.shape[2:]
+        y, sizes = self.proj_in(to_tokens(group_norm(self.norm, x))), x.shape[2:]
         for layer in self.transformer_blocks:
             y = layer(y, sizes, tokens)
         return from_tokens(self.proj_out(y) + to_tokens(x), sizes)

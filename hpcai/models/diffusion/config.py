@@ -49,6 +49,9 @@ class UNetConfig(Settings):
     """whether each spatial dim is periodic, such as a simulation box or longitude; empty: none is"""
     zero: bool = True
     """initialize the last layer of each block to zero, as published networks were trained (diffusers does not)"""
+    recompute: Recompute = "none"
+    """activation recomputation in the backward pass. selective: norms and activation functions; layers: residual and attention
+    blocks, of which only the inputs are saved"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -209,18 +212,18 @@ class SamplerConfig(Settings):
     renamed = {"together": "batch_guidance"}
 
     method: Literal["ddim", "ddpm", "dpm++", "euler", "heun"] = "dpm++"
-    """ddim: Song et al. 2020; ddpm: Ho et al. 2020; dpm++: second order, Lu et al. 2022; euler and heun: Karras et al. 2022, also
-    for flows"""
+    """ddim: Song et al. 2020; ddpm: Ho et al. 2020; dpm++: second order, Lu et al. 2022; euler and heun: Karras et al. 2022. The
+    last three are also for edm and flow"""
     steps: PositiveInt = 25
     spacing: Literal["leading", "trailing", "linspace", "karras"] = "trailing"
     """levels of the schedule to visit; karras: powers of sigma, also between levels (the only one of edm). Times of flow: trailing:
     1 to 1/steps, then shifted, as in pipelines of Flux.1; linspace: the default of diffusers' flow schedulers, 1 to 1/levels, of
-    which the last is shifted twice"""
+    which the last is shifted twice, and 1 - 1/levels to 0 with dpm++"""
     offset: NonNegativeInt = 0
     """for leading: added to each level; Stable Diffusion: 1"""
     clean: bool = True
-    """for ddim and dpm++: the last step ends without noise; false: with the noise of the lowest level (Stable Diffusion with
-    ddim)"""
+    """for ddim and dpm++: the last step ends without noise; false: with the noise of the lowest level of the schedule (Stable
+    Diffusion with ddim)"""
     eta: NonNegativeFloat = 0.0
     """for ddim: added noise, 1 for as much as ddpm"""
     guidance: NonNegativeFloat = 1.0

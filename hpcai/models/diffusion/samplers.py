@@ -92,8 +92,8 @@ def karras_sigmas(low: float, high: float, rho: float, steps: int) -> np.ndarray
 
 
 def shift_times(time: np.ndarray, shift: float) -> np.ndarray:
-    """Shift the times of a flow towards more noise (Esser et al. 2024, eq. 23)."""
-    return shift * time / (1 + (shift - 1) * time)
+    """Shift the times of a flow towards more noise (Esser et al. 2024, eq. 23). 1 stays 1 in any rounding."""
+    return shift * time / (shift * time + (1 - time))
 
 
 def plan_steps(objective: Objective, cfg: SamplerConfig) -> list[Step]:
@@ -107,6 +107,8 @@ def plan_steps(objective: Objective, cfg: SamplerConfig) -> list[Step]:
     if objective.cfg.prediction_type == "flow":
         if cfg.spacing == "trailing":
             times = shift_times(np.linspace(1, 1 / cfg.steps, cfg.steps), cfg.shift)
+        elif cfg.method == "dpm++":
+            times = shift_times(np.linspace(1 - 1 / objective.cfg.levels, 0, cfg.steps + 1)[:-1], cfg.shift)
         else:
             first, last = shift_times(np.array([1, 1 / objective.cfg.levels]), cfg.shift)
             times = shift_times(np.linspace(first, last, cfg.steps), cfg.shift)
@@ -123,8 +125,8 @@ def plan_steps(objective: Objective, cfg: SamplerConfig) -> list[Step]:
 
 def _check(objective: Objective, cfg: SamplerConfig) -> None:
     says, levels, errors = objective.cfg.prediction_type, objective.cfg.levels, list[str]()
-    if not objective.has_schedule and cfg.method not in ("euler", "heun"):
-        errors.append(f"method {cfg.method} needs a schedule; prediction_type {says} has none; set method to euler or heun")
+    if not objective.has_schedule and cfg.method not in ("dpm++", "euler", "heun"):
+        errors.append(f"method {cfg.method} needs a schedule; prediction_type {says} has none; set method to dpm++, euler or heun")
     else:
         name, spacings = (cfg.method, SPACINGS[cfg.method]) if objective.has_schedule else (says, SPACINGS[says])
         if cfg.spacing not in spacings:
@@ -144,6 +146,8 @@ def _check(objective: Objective, cfg: SamplerConfig) -> None:
         errors.append(f"offset {cfg.offset} is of spacing leading; spacing is {cfg.spacing}; set offset to 0")
     if not cfg.clean and cfg.method not in ("ddim", "dpm++"):
         errors.append(f"clean false is of ddim and dpm++; method is {cfg.method}; set clean to true")
+    elif not cfg.clean and not objective.has_schedule:
+        errors.append(f"clean false ends at the lowest level of a schedule; prediction_type {says} has none; set clean to true")
     low, high = _sigma_range(objective, cfg)
     if cfg.spacing == "karras" and low >= high:
         errors.append(f"low and high: the sigmas to visit begin at {high:g} and end at {low:g}; expected low below high")
@@ -279,8 +283,9 @@ def _ddpm(model: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, st
 
 @torch.no_grad()
 def _dpm_solver(model: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, step_noise: StepNoise) -> Iterator[Tensor]:
-    """DPM-Solver++ 2M (Lu et al. 2022, algorithm 2). Steps of first order are the first one, and the last one if it leaves no noise
-    or there are fewer than 15."""
+    """DPM-Solver++ 2M (Lu et al. 2022, algorithm 2). Steps of first order are the first one, the last one if it leaves no noise or
+    there are fewer than 15, and the second one if the first begins at alpha 0: its h is infinite."""
+    x = x * (steps[0].sigma if model.objective.cfg.prediction_type == "edm" else 1.0)
     last_x0, last_h = x, 0.0
     for i, (time, alpha, sigma, next_alpha, next_sigma) in enumerate(steps):
         x0 = model.to_x0(model.predict(x, time, sigma), x, alpha, sigma)

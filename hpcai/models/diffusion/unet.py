@@ -31,6 +31,7 @@ from hpcai.models.diffusion.config import UNetConfig
 from hpcai.models.diffusion.grid import Grid
 from hpcai.models.diffusion.transformer import check_inputs
 from hpcai.nn.groupnorm import GroupNorm
+from hpcai.nn.recompute import run_block
 
 
 class _LayerFactory:
@@ -57,6 +58,7 @@ class Level(nn.Module):
 
     def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int) -> None:
         super().__init__()
+        self.recompute = shapes.cfg.recompute
         self.resnets = nn.ModuleList(shapes.block(n, channels) for n in inputs)
         if kind != "none":
             self.attentions = nn.ModuleList(shapes.attention(kind, channels, heads) for _ in inputs)
@@ -64,6 +66,11 @@ class Level(nn.Module):
     def parts(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
         """Yield each block with the attention after it."""
         yield from zip(self.resnets, getattr(self, "attentions", [None] * len(self.resnets)))
+
+    def run(self, part: nn.Module, *args: Tensor | None) -> Tensor:
+        """Return ``part(*args)``, with recomputation in the backward pass."""
+        y: Tensor = run_block(part, self.recompute, *args)
+        return y
 
 
 class DownLevel(Level):
@@ -76,8 +83,8 @@ class DownLevel(Level):
     def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         outputs = []
         for block, attention in self.parts():
-            x = block(x, time)
-            x = x if attention is None else attention(x, tokens)
+            x = self.run(block, x, time)
+            x = x if attention is None else self.run(attention, x, tokens)
             outputs.append(x)
         for down in self.downsamplers or ():
             x = down(x)
@@ -86,18 +93,18 @@ class DownLevel(Level):
 
 
 class UpLevel(Level):
-    """x [B, C, ...] and skip connections, of which each block takes the last -> [B, C', ...], of the size of the next one"""
+    """x [B, C, ...] and a skip connection for each block -> [B, C', ...], upsampled to sides ``sizes`` unless the level is last"""
 
     def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
         super().__init__(shapes, inputs, channels, kind, heads)
         self.upsamplers = None if last else nn.ModuleList([Upsample(shapes.space, channels)])
 
-    def forward(self, x: Tensor, skips: list[Tensor], time: Tensor, tokens: Tensor | None) -> Tensor:
-        for block, attention in self.parts():
-            x = block(torch.cat((x, skips.pop()), 1), time)
-            x = x if attention is None else attention(x, tokens)
+    def forward(self, x: Tensor, skips: list[Tensor], sizes: Sequence[int], time: Tensor, tokens: Tensor | None) -> Tensor:
+        for (block, attention), skip in zip(self.parts(), skips):
+            x = self.run(block, x, time, skip)
+            x = x if attention is None else self.run(attention, x, tokens)
         for up in self.upsamplers or ():
-            x = up(x, skips[-1].shape[2:])
+            x = up(x, sizes)
         return x
 
 
@@ -110,10 +117,10 @@ class Middle(Level):
             self.attentions = nn.ModuleList([shapes.attention(kind, channels, heads)])
 
     def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> Tensor:
-        x = self.resnets[0](x, time)
+        x = self.run(self.resnets[0], x, time)
         for attention in getattr(self, "attentions", ()):
-            x = attention(x, tokens)
-        return self.resnets[1](x, time)
+            x = self.run(attention, x, tokens)
+        return self.run(self.resnets[1], x, time)
 
 
 class UNet(nn.Module):
@@ -168,7 +175,8 @@ class UNet(nn.Module):
             skips += outputs
         x = self.mid_block(x, embedded, tokens)
         for level in self.up_blocks:
-            x = level(x, skips, embedded, tokens)
+            own = [skips.pop() for _ in range(cfg.blocks + 1)]
+            x = level(x, own, skips[-1].shape[2:] if skips else (), embedded, tokens)
         return pixel_shuffle(self.conv_out(self.conv_norm_out(x)), cfg.patch)
 
     def embed(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:

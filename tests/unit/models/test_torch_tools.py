@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "gpt": (lambda: LLM(LLMConfig(**{**GPT, "recompute": "layers"})), (TOKENS,)),
     "dit": (lambda: new_model("dit"), (randn(2, 2, 4, 4), TIMES, Condition(classes=torch.tensor([0, 2])))),
     "flux": (lambda: new_model("flux, guided"), (randn(2, 2, 4, 4), TIMES, TEXT)),
-    "unet": (lambda: new_unet(kind="cross", periodic=(True, False)), (randn(2, 2, 4, 4), TIMES, Condition(tokens=randn(2, 3, 6)))),
+    "unet": (lambda: new_unet(kind="cross", recompute="layers"), (randn(2, 2, 4, 4), TIMES, Condition(tokens=randn(2, 3, 6)))),
 }  # fmt: skip
 TOOLS: dict[str, Callable[[Any, Any], Any]] = {
     "copy.deepcopy": lambda model, _: copy.deepcopy(model),

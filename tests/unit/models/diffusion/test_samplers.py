@@ -19,7 +19,7 @@ from tests.unit.models.operation_checks import ForbidOps
 SHAPE = (3, 2, 4, 5)
 SCHEDULED = [(kind, method, spacing) for kind in ("epsilon", "v", "x0") for method in ("ddim", "ddpm", "dpm++", "euler", "heun")
              for spacing in SPACINGS[method]]  # fmt: skip
-ALL = SCHEDULED + [(kind, method, at) for kind in ("edm", "flow") for method in ("euler", "heun") for at in SPACINGS[kind]]
+ALL = SCHEDULED + [(kind, method, at) for kind in ("edm", "flow") for method in ("dpm++", "euler", "heun") for at in SPACINGS[kind]]
 Case = tuple[Any, Any, Any]
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.errors import DataError
 from hpcai.models.diffusion import UNCONDITIONAL, Condition, UNet, UNetConfig
 from hpcai.models.diffusion.blocks import FORMATS, resize
+from tests.unit.models.operation_checks import saved_tensor_bytes
 
 BATCH = 3
 SMALL: dict[str, Any] = {
@@ -68,6 +69,19 @@ def count_copies(net: UNet, sides: tuple[int, ...]) -> tuple[dict[str, int], dic
 def test_forward_and_backward_copy_no_activation(kind: str, sides: tuple[int, ...]) -> None:
     net = new_unet(len(sides), kind, channels=(8, 16), heads=(2, 2))
     assert count_copies(net, sides) == ({}, {})
+
+
+@pytest.mark.parametrize("kind, dropout", [("self", 0.1), ("cross", 0.0)])
+def test_recomputation_keeps_gradients_bitwise_and_saves_fewer_bytes(kind: str, dropout: float) -> None:
+    gradients, saved = {}, {}
+    for recompute in ("none", "selective", "layers"):
+        net, x = new_unet(kind=kind, dropout=dropout, recompute=recompute), randn(BATCH, 2, 16, 16).requires_grad_()
+        with saved_tensor_bytes(net) as sizes:
+            y = net(x, TIMES, text_condition(net))
+        y.square().mean().backward()
+        gradients[recompute], saved[recompute] = [x.grad, *(p.grad for p in net.parameters())], sum(sizes.values())
+    assert all(map(torch.equal, gradients["selective"] + gradients["layers"], 2 * gradients["none"]))
+    assert saved["selective"] < 0.9 * saved["none"] and saved["layers"] < 0.25 * saved["none"], saved
 
 
 # ---- space
