@@ -90,24 +90,27 @@ def test_two_commands_go_from_a_users_file_to_samples(tmp_path: Path, capsys: py
     assert "has no box, which describe fields; make it with: python -m data_prep.fields convert SOURCE OUT" in error, error
 
 
+def run_config(name: str, data: Path, run: Path, *overrides: str) -> int:
+    small = ["data.batch=2", "data.evaluation_batch=4", "data.drawn=2", "data.members=2", "model.sampler.steps=2", "train.steps=2",
+             "step.schedule.decay=none", "step.schedule.warmup=0", "data.workers=1", "step.precision=fp32"]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(APP), "small_config", property(lambda self: ROOT / f"apps/diffusion/configs/{name}.yaml"))
+        return replace(APP, quick_settings=small).run(data, run, *overrides)
+
+
 KINDS = {
     "small3d": ("volumes --size 8", ["model.unet.channels=[8,16]", "model.unet.heads=[1,2]", "model.unet.groups=4"]),
     "parameters": ("matter --size 16 --slabs 1", [
-        "model.unet.channels=[8,8,8]", "model.unet.groups=4", "model.unet.heads=[1,1,1]", "step.precision=fp32",
+        "model.unet.channels=[8,8,8]", "model.unet.groups=4", "model.unet.heads=[1,1,1]",
     ]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
-    kind, settings = KINDS[name]
+    (kind, settings), run = KINDS[name], tmp_path / "run"
     simulator("fields", f"--samples 12 --validation 0.4 --rows 6 --kind {kind}")(tmp_path / "data")
-    small = ["data.batch=2", "data.evaluation_batch=4", "data.drawn=2", "data.members=2", "model.sampler.steps=2", "train.steps=2"]
-    app = replace(APP, quick_settings=[*settings, *small, "step.schedule.decay=none", "step.schedule.warmup=0", "data.workers=1"])
-    run = tmp_path / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(app), "small_config", property(lambda self: ROOT / f"apps/diffusion/configs/{name}.yaml"))
-        assert app.run(tmp_path / "data", run) == 0
+    assert run_config(name, tmp_path / "data", run, *settings) == 0
     ensembles, model = np.load(run / "ensembles.npz"), Diffusion.load(run)
     assert np.isfinite(ensembles["members"]).all() and ensembles["members"].shape[2:] == model.cfg.size
     assert ("field" in ensembles) == (name != "parameters") == ("parameters" not in ensembles)
@@ -115,6 +118,55 @@ def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
     from hpcai.cli.report import draw_run
 
     assert "Ensembles beside one field" in draw_run(run).read_text()
+
+
+NARROW = ["model.unet.channels=[8,8]", "model.unet.heads=[1,1]", "model.unet.groups=4", "model.unet.attention=[none,none]"]
+
+
+def test_residuals_of_a_regression_mean_are_generated(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_config("small", data, tmp_path / "mean", *NARROW, "model.objective.prediction_type=regression") == 0
+    start = f"start.mean={tmp_path / 'mean'}"
+    assert run_config("small", data, tmp_path / "run", *NARROW, start, "model.residual=null", "data.scored=2") == 0
+    model, mean = Diffusion.load(tmp_path / "run"), Diffusion.load(tmp_path / "mean")
+    for name, x in mean.state_dict().items():
+        assert torch.equal(model.state_dict()[f"mean.{name}"], x), "the mean is frozen"
+    ensembles = np.load(tmp_path / "run/ensembles.npz")
+    low, truth = (torch.from_numpy(ensembles[name]) for name in ("field", "truth"))
+    np.testing.assert_allclose(ensembles["mean"], mean.sample(Condition(field=low))[0], atol=1e-5)
+    with h5py.File(data / "train/fields_000000.h5") as first, h5py.File(sorted((data / "train").glob("*.h5"))[-1]) as last:
+        high, coarse = (torch.from_numpy(np.concatenate([first[name], last[name]])) for name in ("high", "low"))
+    rms = (high - mean.sample(Condition(field=coarse))[0]).square().mean().sqrt()
+    assert isinstance(model.cfg.residual, tuple) and abs(model.cfg.residual[0] / float(rms) - 1) < 0.2
+    assert 0 < metric_by_step(tmp_path / "run", "evaluate", "dressed_crps").popitem()[1] < float(truth.abs().mean())
+    capsys.readouterr()
+    assert run_config("small", data, tmp_path / "other", *NARROW, f"start.mean={tmp_path / 'run'}") == 1
+    assert "is another model; expected one with objective.prediction_type regression" in capsys.readouterr().err
+
+
+def test_forecasts_of_trajectories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    simulator("fields", "--samples 24 --validation 0.4 --rows 6 --kind turbulence --size 16 --frames 6")(data)
+    assert run_config("turbulence", data, run, *NARROW, "data.leads=3", "data.scored=2") == 0
+    model, ensembles = Diffusion.load(run), np.load(run / "ensembles.npz")
+    with h5py.File(data / "validation/fields_000000.h5") as file:
+        assert np.array_equal(ensembles["start"][0], file["high"][0]) and np.array_equal(ensembles["truth"][0], file["high"][1:4])
+    members = model.roll_out(Condition(fine=torch.from_numpy(ensembles["start"])), 3, 2, indices=torch.from_numpy(ensembles["index"]))
+    np.testing.assert_allclose(members.permute(2, 0, 1, 3, 4, 5), ensembles["members"], atol=1e-4)
+    metrics = {name: metric_by_step(run, "evaluate", name).popitem()[1] for name in ("crps_1", "crps_3", "persistence_1")}
+    assert all(0 < value < 3 for value in metrics.values()), metrics
+    capsys.readouterr()
+    assert run_config("turbulence", data, tmp_path / "other", *NARROW, "data.leads=6") == 1
+    assert "no 7 states in a row; set data.leads to less" in capsys.readouterr().err
+
+
+def test_cells_of_the_globe_are_weighted_by_area(tmp_path: Path) -> None:
+    simulator("fields", "--samples 6 --validation 0.4 --rows 3 --kind weather")(tmp_path / "data")
+    assert run_config("weather", tmp_path / "data", tmp_path / "run", *NARROW) == 0
+    weights = np.load(tmp_path / "run/ensembles.npz")["weights"]
+    rows = np.cos(np.deg2rad((np.arange(64) + 0.5) * 180 / 64 - 90))
+    np.testing.assert_allclose(weights[2, :, 5], rows / rows.mean(), rtol=1e-5)
+    model = Diffusion.load(tmp_path / "run")
+    assert model.weights is not None and np.array_equal(model.weights, weights)
 
 
 def test_held_out_samples_are_scored_at_the_times_of_the_settings(data: Path) -> None:

@@ -201,7 +201,7 @@ class ObjectiveConfig(Settings):
     def _goes_together(self) -> Self:
         if self.min_snr is not None and self.prediction_type in ("edm", "flow"):
             raise ValueError(f"min_snr is for epsilon, v and x0; prediction_type is {self.prediction_type}")
-        if self.times == "logit_normal" and self.prediction_type != "flow":
+        if self.times == "logit_normal" and self.prediction_type not in ("flow", "regression"):  # a regression has no times
             raise ValueError(f"times logit_normal is for flow; prediction_type is {self.prediction_type}")
         return self
 
