@@ -255,22 +255,26 @@ class Diffusion(PretrainedMixin):
         return (2 * (torch.stack(columns, 1) - low) / (high - low) - 1).float()
 
     def _check_condition(self, condition: Condition, shape: tuple[int, ...]) -> None:
-        """Raise DataError for a coarse field that does not fit ``shape`` or is not finite. Log a warning for one that does not look
+        """Raise DataError for fields that do not fit ``shape`` or are not finite. Log a warning for those that do not look
         standardized, and for parameters out of range."""
         fields, coarse, parameters = self.cfg.fields, condition.field, condition.parameters
         if fields is None:
             return
+        if self.static is not None and self.static.shape[1:] != shape[1:]:
+            actual, sides = list(self.static.shape[1:]), list(shape[1:])
+            raise DataError(f"the sample has {sides} cells, static fields of the model {actual}; give a condition of that size")
         if coarse is not None and fields.factor and [fields.factor * n for n in coarse.shape[2:]] != list(shape[1:]):
             actual, sides = list(coarse.shape[2:]), list(shape[1:])
             raise DataError(f"condition.field has {actual} pixels and the sample {sides}; expected {fields.factor} times as many")
-        for name, values in zip(fields.names, () if coarse is None else coarse.double().transpose(0, 1).flatten(1)):
+        given, argument = (coarse, "field") if fields.interval is None else (condition.fine, "fine")
+        for name, values in zip(fields.names, () if given is None else given.double().transpose(0, 1).flatten(1)):
             low, high, rms = (float(value) for value in (values.min(), values.max(), values.square().mean().sqrt()))
             if not math.isfinite(rms):
-                raise DataError(f"condition.field: {name} goes from {low:g} to {high:g}; expected finite values; fill the others")
+                raise DataError(f"condition.{argument}: {name} goes from {low:g} to {high:g}; expected finite values; fill others")
             is_odd = rms < _MIN_RMS or (fields.floor and low > 0)
             if rms > _MAX_RMS or (is_odd and values.numel() >= 64):  # a few cells may all be dense, or calm
-                text = "condition.field: %s goes from %.3g to %.3g (RMS %.3g); expected standardized values of both signs, as of"
-                warn(text + " model.standardize(...)", name, low, high, rms)
+                text = "condition.%s: %s goes from %.3g to %.3g (RMS %.3g); expected standardized values of both signs, as of"
+                warn(text + " model.standardize(...)", argument, name, low, high, rms)
         if parameters is not None:
             for column in (parameters.abs() > 1 + _RANGE_TOLERANCE).any(0).nonzero()[:, 0].tolist():
                 low, high = fields.low[column], fields.high[column]

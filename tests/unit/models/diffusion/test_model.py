@@ -182,6 +182,10 @@ def test_a_forecast_starts_from_the_state_before() -> None:
     assert metrics["persistence_2"] == pytest.approx(float(error.sum() / (6 * model.weights.sum())))  # type: ignore[union-attr]
     crps = scores.crps(members[:, 1], states.future[:, 1], fair=True) * model.weights  # type: ignore[index]
     assert metrics["crps_2"] == pytest.approx(float(crps.sum() / (6 * model.weights.sum())))  # type: ignore[union-attr]
+    with pytest.raises(DataError, match=r"the sample has \[16, 8\] cells, static fields of the model \[8, 8\]; give a condition"):
+        model.roll_out(Condition(fine=torch.randn(1, 1, 16, 8)), 2)
+    with pytest.raises(DataError, match="condition.fine: density goes from nan to nan; expected finite values"):
+        model.roll_out(Condition(fine=torch.full((1, 1, 8, 8), torch.nan)), 2)
     with pytest.raises(ConfigError, match="the model was not trained on trajectories; give initial states to a model of forecasts"):
         Diffusion(DiffusionConfig.model_validate({"unet": UNET, "fields": FIELDS}, strict=False)).roll_out(states.condition, 2)
 
