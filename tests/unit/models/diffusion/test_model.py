@@ -121,8 +121,8 @@ def test_a_regression_predicts_the_mean_and_diffusion_generates_its_residual(tmp
 
     settings = {"mean": mean.cfg.model_dump(), "residual": (0.3,)}
     model, plain = new_model(**settings), new_model()
-    assert model.mean is not None and not model.mean.training
-    model.mean.load_state_dict(mean.state_dict())
+    assert model.train().mean is not None and model.training and not model.mean.training  # type: ignore[union-attr]
+    model.mean.load_state_dict(mean.state_dict())  # type: ignore[union-attr]
     residual = (batch.sample - predicted) / 0.3
     result, without = loss(model, batch)["loss"], loss(plain, batch._replace(sample=residual))["loss"]
     torch.testing.assert_close(result, without, rtol=1e-12, atol=0)
@@ -158,10 +158,14 @@ def test_static_fields_and_weights_follow_the_shift_of_a_sample() -> None:
     assert complete is not None and torch.equal(complete, torch.cat((states.sample.flip(0), torch.stack(rolled)), 1))
     weights = model.loss_weights(states.sample, shift)
     assert weights is not None and torch.equal(weights[3], 3 * model.weights.roll((7, 5), (1, 2)))  # type: ignore[union-attr]
-    assert not torch.equal(loss(model, states)["loss"], loss(model, states._replace(shift=shift))["loss"])
-    masked = new_forecast()
-    masked.weights.zero_()  # type: ignore[union-attr]
-    assert loss(masked, states)["loss"] == 0
+    moved = new_forecast()
+    for name in ("static", "weights"):
+        getattr(moved, name).copy_(getattr(model, name).roll((1, 3), (1, 2)))
+    by = torch.tensor([[1, 3]]).expand(6, 2)
+    torch.testing.assert_close(loss(model, states._replace(shift=by))["loss"], loss(moved, states)["loss"])
+    assert not torch.equal(loss(model, states)["loss"], loss(moved, states)["loss"])
+    moved.weights.zero_()  # type: ignore[union-attr]
+    assert loss(moved, states)["loss"] == 0
 
 
 def test_a_forecast_starts_from_the_state_before() -> None:
