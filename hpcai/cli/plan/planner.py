@@ -281,7 +281,7 @@ class Planner:
         if prepare is not None:
             seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
             queue = max_samples(workers, per_replica, 0, 1)
-            stalls = simulate_waits(seconds, fit.step.seconds, workers, queue, "ready", batch=per_replica, ranks=processes)
+            stalls = simulate_waits(seconds, fit.step.seconds, workers, queue, batch=per_replica, ranks=processes)
             loader = float(stalls[_LOADER_WARMUP:].mean())
         samples, evaluation = self.training.samples_needed(batch), self.training.evaluation
         steps = samples / batch
