@@ -125,11 +125,6 @@ class Workload:
     counts: Callable[[Any], Tensor] | None = None
     """denominators of a loss that is several means (``Step``)"""
 
-    @property
-    def published_settings(self) -> type[RunConfig]:
-        """The same schema, unless the defaults of ``settings`` are others."""
-        return self.settings
-
     @cached_property
     def gpu_cases(self) -> Sequence[Case]:
         """The cases of ``hpcai bench gpu``, from published.toml beside the subclass; each may name one of its ``rates``."""

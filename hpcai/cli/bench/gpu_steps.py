@@ -99,7 +99,7 @@ class StepBenchmark:
         tiny = (*_TINY, *self.workload.tiny) if self.args.tiny else ()
         path = Path(inspect.getfile(type(self.workload))).parent / "configs" / self.case.yaml
         overrides = (*self.case.overrides, *tiny, *_BASE_OVERRIDES, *self.case.base_overrides, *VARIANTS[variant], *step_variant)
-        return self.workload.complete_settings(config.load(self.workload.published_settings, path, overrides))
+        return self.workload.complete_settings(config.load(self.workload.settings, path, overrides))
 
     @cached_property
     def batches(self) -> list[Any]:

@@ -116,7 +116,7 @@ class Planner:
         workload = self.training.workload
         if overrides not in self._settings:
             keys = {setting: setting.partition("=")[0] for setting in _BASE_OVERRIDES}
-            schema, fixed = workload.published_settings, self.training.fixed_settings
+            schema, fixed = workload.settings, self.training.fixed_settings
             base = [setting for setting, key in keys.items() if _has_setting(schema, key) and key not in fixed]
             self._settings[overrides] = workload.complete_settings(
                 config.load(schema, self.yaml, [*self.overrides, *overrides, *base])
