@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from apps.llm.data import METADATA, TextMetadata, Texts, open_rows, read_metadata
 from apps.llm.settings import Config
 from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, swap_classes
+from hpcai.data.collate import tree_zip
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, Batch, adapt, loss, parallelize, score
@@ -56,7 +57,7 @@ class Benchmark(Workload):
     def collate(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
         source = Texts(cast(Any, samples), _random_metadata(cfg), cfg.data.documents, "all")
         rows = [source.transform(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
-        return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
+        return tree_zip(rows, lambda values: torch.from_numpy(np.stack(values)))
 
     def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         metadata = read_metadata(cfg.data.directory)
