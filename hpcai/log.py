@@ -118,9 +118,8 @@ class Sink(Protocol):
 class Reports(AbstractContextManager["Reports"]):
     """The sinks of a run, to which its events are emitted; none on ranks other than the first."""
 
-    def __init__(self, sinks: Sequence[Sink] = (), directory: Path | None = None) -> None:
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self.sinks = tuple(sinks)
-        self.directory = directory
         self._failed: set[int] = set()
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -167,7 +166,7 @@ def open_reports(
     if "mlperf" in sinks and mlperf is None:
         raise ConfigError("report.sinks has 'mlperf', but this app has no benchmark of MLPerf (apps/NAME/mlperf.py); leave it out")
     if not first:
-        return Reports((), directory)
+        return Reports()
     created: list[Sink] = [Terminal()] if "terminal" in sinks else []
     if directory is not None:
         try:
@@ -180,7 +179,7 @@ def open_reports(
             created.append(getattr(importlib.import_module(module), sink)(directory / name, project))
         if "mlperf" in sinks and mlperf is not None:
             created.append(mlperf(directory / "mlperf.log", None if "terminal" in sinks else sys.stdout))
-    return Reports(created, directory)
+    return Reports(created)
 
 
 # ------------------------------------------------------------------------------------------------------- JSON lines

@@ -69,12 +69,6 @@ class _Rank:
             self.next, self.idle, self.capacity = self.next + 1, self.idle - 1, self.capacity - 1
 
 
-def max_samples(workers: int, part: int, prefetch: float, sample: float) -> int:
-    """Return the samples of ``sample`` bytes that a rank holds or prepares within ``prefetch`` bytes, at least two local batches of
-    ``part`` samples and one for each worker."""
-    return max(2 * part + workers, int(prefetch // sample))
-
-
 def heavy_tail(random: np.random.Generator, count: int | tuple[int, ...]) -> np.ndarray:
     """Return random preparation times in seconds: log-normal with median 0.1, and for a fraction of 0.03 uniform from 1 to 10.
     [count]

@@ -98,7 +98,7 @@ class StepBenchmark:
     def settings(self, variant: str, step_variant: Sequence[str] = ()) -> Any:
         tiny = (*_TINY, *self.workload.tiny) if self.args.tiny else ()
         path = Path(inspect.getfile(type(self.workload))).parent / "configs" / self.case.yaml
-        overrides = (*self.case.overrides, *tiny, *_BASE_OVERRIDES, *self.case.base_overrides, *VARIANTS[variant], *step_variant)
+        overrides = (*_BASE_OVERRIDES, *self.case.overrides, *tiny, *VARIANTS[variant], *step_variant)
         return self.workload.complete_settings(config.load(self.workload.settings, path, overrides))
 
     @cached_property

@@ -26,7 +26,7 @@ from hpcai.parallel import data_parallel
 from hpcai.parallel.pipeline_stages import balanced_split
 from hpcai.plan import machines
 from hpcai.plan.cost import Cost, estimate_cost
-from hpcai.plan.loader_queue import max_samples, simulate_waits
+from hpcai.plan.loader_queue import simulate_waits
 from hpcai.plan.machines import Machine
 from hpcai.plan.pipeline_schedule import Pass, SequentialStages, StageTrace, peak_memory, simulate_schedule
 from hpcai.plan.step_trace import Communication, Event, StepTracer, Trace, traced_job
@@ -280,7 +280,7 @@ class Planner:
         prepare, workers, per_replica, loader = self.training.preparation_seconds, self.training.workers, batch // replicas, 0.0
         if prepare is not None:
             seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
-            queue = max_samples(workers, per_replica, 0, 1)
+            queue = 2 * per_replica + workers  # at least: two batches, and a sample of each worker
             stalls = simulate_waits(seconds, fit.step.seconds, workers, queue, batch=per_replica, ranks=processes)
             loader = float(stalls[_LOADER_WARMUP:].mean())
         samples, evaluation = self.training.samples_needed(batch), self.training.evaluation

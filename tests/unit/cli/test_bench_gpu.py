@@ -112,7 +112,7 @@ def test_published_configurations_are_read_from_the_files(name: str) -> None:
         path = Path(inspect.getfile(type(app))).parent / "configs" / case.yaml
         for variant, flags in gpu_steps.VARIANTS.items():
             for step in case.step_variants:
-                cfg: Any = config.load(app.settings, path, [*case.overrides, *gpu_steps._BASE_OVERRIDES, *flags, *step])
+                cfg: Any = config.load(app.settings, path, [*gpu_steps._BASE_OVERRIDES, *case.overrides, *flags, *step])
                 assert cfg.step.capture == ("whole" if "captured" in variant else "none")
         plain: Any = config.load(app.settings, path)
         assert cfg.step.optimizer == plain.step.optimizer and cfg.step.lr == plain.step.lr and cfg.step.clip == plain.step.clip
