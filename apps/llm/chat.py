@@ -25,7 +25,7 @@ class ChatConfig(TextConfig):
 
 def main(cfg: ChatConfig) -> None:
     from hpcai import dist
-    from hpcai.dist.waiting import HEARTBEAT
+    from hpcai.dist.watchdog import HEARTBEAT
 
     with dist.start(cfg.mesh) as mesh:
         if (size := mesh["replicate"].size) > 1:

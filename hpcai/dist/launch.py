@@ -32,8 +32,7 @@ from hpcai import startup
 from hpcai.dist.environment import BATCH_SHELL, INTERACTIVE_SHELL, SINGLE_PROCESS, RankInfo, read_rank_info
 from hpcai.dist.host import bind_to_numa_node, retain_freed_memory
 from hpcai.dist.mesh import Mesh
-from hpcai.dist.waiting import waiting_at
-from hpcai.dist.watchdog import Watchdog, exit_now, report_failure
+from hpcai.dist.watchdog import Watchdog, exit_now, report_failure, waiting_at
 from hpcai.errors import LaunchError
 from hpcai.host_limits import raise_file_limit
 

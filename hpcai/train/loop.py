@@ -17,8 +17,7 @@ from hpcai.dist.energy import RaplCounters
 from hpcai.dist.host import GpuCounters, ManualGC, check_power_cap, warm_up_collectives
 from hpcai.dist.mesh import Mesh
 from hpcai.dist.step_boundary import StepBoundary
-from hpcai.dist.waiting import HEARTBEAT, waiting_at
-from hpcai.dist.watchdog import next_step_boundary
+from hpcai.dist.watchdog import HEARTBEAT, next_step_boundary, waiting_at
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import TrainConfig
