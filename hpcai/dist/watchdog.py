@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as torch_dist
@@ -225,14 +225,14 @@ class Watchdog:
 
 
 @dataclass(eq=False)
-class _Member:
-    """A rank that has sent the token."""
+class Member:
+    """A rank that has sent the token; ``name`` contains its host."""
 
     rank: int
     name: str
     send: Callable[..., None]
     exit_code: int | None = None
-    status: str | None = None  # the answer to the last query
+    status: str | None = None  # the answer to the last query, if there is one
 
 
 @dataclass(eq=False)
@@ -246,7 +246,7 @@ class _StopRequest:
 
 @dataclass(frozen=True)
 class _Failure:
-    member: _Member
+    member: Member
     text: str
     report: str
     code: int = 1
@@ -264,7 +264,7 @@ class _Hub:
         self._backlog = min(world + _MAX_UNAUTHENTICATED, 4096)  # if it is full, a connection is retried after seconds
         self._socket = socket.create_server((interface, 0), family=family, backlog=self._backlog, dualstack_ipv6=dual_stack)
         self.port: int = self._socket.getsockname()[1]
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
         self._failures: list[_Failure] = []
         self._stop_requests: dict[int, _StopRequest] = {}
         self._unauthenticated = 0
@@ -296,7 +296,7 @@ class _Hub:
         finally:
             writer.close()
 
-    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Member | None:
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member | None:
         """Return the rank of a connection, or None without the token."""
         self._unauthenticated += 1
         try:
@@ -311,7 +311,7 @@ class _Hub:
             return None
         finally:
             self._unauthenticated -= 1
-        member = self._members[rank] = _Member(rank, name, partial(_send, writer.write))
+        member = self._members[rank] = Member(rank, name, partial(_send, writer.write))
         for number in self._stop_requests:
             member.send(hold=number)
         for other in self._members.values() if len(self._members) == self._world else ():
@@ -323,7 +323,7 @@ class _Hub:
         missing = set(range(self._world)).difference(list(self._members))
         return f"{len(missing)} of {self._world} ranks: {format_ranges(missing)}"
 
-    def _process(self, member: _Member, message: dict[str, Any]) -> None:
+    def _process(self, member: Member, message: dict[str, Any]) -> None:
         if "failed" in message:
             report = _format_failure(member.name, message["report"])
             code, at_once = message["code"] or 1, message.get("at_once", False)
@@ -350,7 +350,7 @@ class _Hub:
         if sum(member.exit_code is not None for member in self._members.values()) == self._world:
             self._done.set()
 
-    async def query_status(self, timeout: float) -> "dict[int, RankStatus]":
+    async def query_status(self, timeout: float) -> dict[int, Member]:
         members = [member for member in self._members.values() if member.exit_code is None]
         for member in members:
             member.status = None
@@ -358,7 +358,7 @@ class _Hub:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and any(member.status is None for member in members):
             await asyncio.sleep(0.02)
-        return {member.rank: RankStatus(member.name, member.status) for member in members}
+        return {member.rank: member for member in members}
 
     def _record_failure(self, failure: _Failure) -> None:
         self._failures.append(failure)
@@ -485,13 +485,6 @@ def location(frame: FrameType) -> str:
     return ", called by ".join([texts[0], *ours[:1]])
 
 
-class RankStatus(NamedTuple):
-    """A connected rank: ``name`` contains its host, and ``status`` is its answer, None without one."""
-
-    name: str
-    status: str | None
-
-
 _status: list[Callable[[], str]] = [describe_main_thread]
 
 
@@ -500,8 +493,8 @@ def set_status(function: Callable[[], str]) -> None:
     _status[:] = [function]
 
 
-def query_status(timeout: float) -> dict[int, RankStatus]:
-    """Return the status of all connected ranks, on rank 0; empty on other ranks and outside of a job.
+def query_status(timeout: float) -> dict[int, Member]:
+    """Return all connected ranks with their ``status``, on rank 0; empty on other ranks and outside of a job.
 
     A rank answers while it waits in a collective. It does not answer within ``timeout`` seconds if its process is stopped, or if
     a long C call holds its interpreter lock.
@@ -515,8 +508,8 @@ def report_wait(seconds: float) -> bool:
     """Report a wait of the main thread: rank 0 the places of all ranks, others if it does not answer. Return whether a rank does
     not answer."""
     places: dict[str, list[int]] = {}
-    for rank, status in query_status(_ANSWER_TIMEOUT).items():
-        places.setdefault(status.status or _NO_ANSWER, []).append(rank)
+    for rank, member in query_status(_ANSWER_TIMEOUT).items():
+        places.setdefault(member.status or _NO_ANSWER, []).append(rank)
     if not places:
         if _active and _active[0].hub_answers():
             return False

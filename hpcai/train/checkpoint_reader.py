@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hpcai.errors import CheckpointError
 from hpcai.json_file import open_regular, read_regular
 from hpcai.nn.safetensors_files import encode_header
+from hpcai.schema import format_first_error
 from hpcai.train import shard_file
 from hpcai.train.shard_file import BLOCK, Block, Box, StoredBox
 
@@ -148,9 +149,7 @@ def _read_json(file: Path, schema: type[J]) -> J:
     except OSError as problem:
         raise DamagedError(f"{file.name} cannot be read ({type(problem).__name__})") from problem
     except ValidationError as problem:
-        first = problem.errors()[0]
-        location = ".".join(map(str, first["loc"][:3]))
-        raise DamagedError(f"{file.name} cannot be read ({location + ': ' if location else ''}{first['msg']})") from problem
+        raise DamagedError(f"{file.name} cannot be read ({format_first_error(problem)})") from problem
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
