@@ -1,24 +1,7 @@
 """The complete training step of each app at its published configurations: forward, backward, clipping, guard and update.
 
-A row is one variant of one case. Steps cycle through several different batches on the device.
-
-    ms, samples_s      median over windows of steps without host synchronization; ``spread_percent`` from the fastest to the slowest
-                       window, ``each_ms`` of batches that differ
-    ready_s            time before that: compilation, capture, cuDNN's algorithm selection
-    host_ms            time in which Python launches a step, from an empty queue. A step with more launches than the queue holds
-                       (about a thousand) includes a wait for the GPU
-    gaps_percent       share of the step in which the GPU is idle for more than 20 us; ``idle_percent``: for any time
-    tflops, of_rate    by ``gpu_clocks.count_flops``, and as a share of the measured bfloat16 matrix rate
-    peak_gb            memory of tensors, graphs included; ``graphs_gb``: of the graphs' private pools
-    joules_per_sample  by the GPU's energy counter
-    loss, finite       of the first step, the same for all variants up to rounding; whether all steps were finite, since NaN draws
-                       less power
-    loader_samples_s   with the app's own loader reading files; ``loader_lost_percent``: relative to batches on the device
-    published, over    a published rate per GPU of a job, and ours over it. ``published_by`` names the job, which also had to wait
-                       for other ranks and a loader
-    asked              our target for one H200
-
-Weights hardly change: the learning rate is a thousandth of the published one.
+A row is one variant of one case; docs/benchmarks.md ("One GPU") lists its columns. Steps cycle through several different batches on
+the device. Weights hardly change: the learning rate is a thousandth of the published one.
 """
 
 import inspect
