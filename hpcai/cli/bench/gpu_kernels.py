@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.cli.bench import gpu_clocks as clocks
+from hpcai.cli.bench import timing
 from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
 from hpcai.kernels import attention, float8, fused_optimizer, gates, layernorm, outer_product, philox, triangle_multiplication
@@ -386,9 +386,9 @@ def compare(name: str, kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype
         except LeftOutError as reason:
             row["left_out"] = str(reason)
         except Exception as error:  # any: the other implementations continue
-            row["failed"] = clocks.describe_error(error)
+            row["failed"] = timing.describe_error(error)
         finally:
-            clocks.free_memory()
+            timing.free_memory()
         yield row
 
 
@@ -434,10 +434,10 @@ def seconds_per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tup
     """
     if not torch.cuda.is_available():
         call(0)
-        return max(statistics.median(clocks.time_window(call, 2)), 1e-9), False
+        return max(statistics.median(timing.time_window(call, 2)), 1e-9), False
     for i in range(2 * sets):
         call(i)
-    estimate = statistics.median(clocks.time_window(call, max(5, sets)))
+    estimate = statistics.median(timing.time_window(call, max(5, sets)))
     count = sets * max(1, min(round(_GRAPH_S / max(estimate, 1e-6) / sets), 200 // sets))
     graph = CudaGraph(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
@@ -449,9 +449,9 @@ def seconds_per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tup
         graph.warm_up(calls)
         graph.capture(calls)
     except RuntimeError:
-        return statistics.median(statistics.mean(clocks.time_window(call, 2 * count)) for _ in range(repeats)), False
+        return statistics.median(statistics.mean(timing.time_window(call, 2 * count)) for _ in range(repeats)), False
     try:
-        clocks.time_window(lambda i: graph.replay(), 3)
-        return statistics.median(s for _ in range(repeats) for s in clocks.time_window(lambda i: graph.replay(), 5)) / count, True
+        timing.time_window(lambda i: graph.replay(), 3)
+        return statistics.median(s for _ in range(repeats) for s in timing.time_window(lambda i: graph.replay(), 5)) / count, True
     finally:
         graph.reset()

@@ -20,7 +20,7 @@ import torch
 
 from hpcai import config, dist
 from hpcai.cli import apps
-from hpcai.cli.bench import gpu_clocks as clocks
+from hpcai.cli.bench import timing
 from hpcai.cli.bench.timing import Row, synchronize
 from hpcai.cli.benchmarks import Case, Workload, find_workload
 from hpcai.data import Endless
@@ -71,12 +71,12 @@ class StepBenchmark:
             with _restore_backend_flags():
                 return head | self._measure(variant)
         except Exception as error:  # any: the other variants continue
-            return {**head, "failed": clocks.describe_error(error)}
+            return {**head, "failed": timing.describe_error(error)}
         finally:
             if self.on_gpu:
                 close_all()
                 torch._dynamo.reset()  # its compiled code keeps the model alive
-            clocks.free_memory()
+            timing.free_memory()
 
     def settings(self, variant: str, step_variant: Sequence[str] = ()) -> Any:
         tiny = (*_TINY, *self.workload.tiny) if self.args.tiny else ()
@@ -98,17 +98,17 @@ class StepBenchmark:
         try:
             with _restore_backend_flags():
                 step, variants = self.workload.build_step(self.settings("eager"), self.mesh), len(self.case.step_variants)
-                return sum(clocks.count_flops(partial(step._gradients, batch)) for batch in self.batches[:variants]) / variants
+                return sum(timing.count_flops(partial(step._gradients, batch)) for batch in self.batches[:variants]) / variants
         except Exception as error:  # any: the times are still valid
-            return f"not counted: {clocks.describe_error(error)}"
+            return f"not counted: {timing.describe_error(error)}"
         finally:
-            clocks.free_memory()
+            timing.free_memory()
 
     def _measure(self, variant: str) -> Row:
         cfg, batches, variants, flops = self.settings(variant), self.batches, len(self.case.step_variants), self.flops
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        graphs_before = clocks.graph_bytes()
+        graphs_before = timing.graph_bytes()
         start = time.perf_counter()
         step, lr = self.workload.build_step(cfg, self.mesh), 1e-3 * cfg.step.lr
         with self.workload.context(self.workload.available_switches(cfg, self.mesh)):
@@ -124,7 +124,7 @@ class StepBenchmark:
             row: Row = {"ready_s": round(time.perf_counter() - start, 2), "loss": loss}
             count = variants  # steps of a window, a multiple of the step variants: fewer if a step is long
             if self.on_gpu:
-                step_s = statistics.mean(clocks.time_window(run, variants))
+                step_s = statistics.mean(timing.time_window(run, variants))
                 count = max(min(STEPS, int(WINDOW_S / step_s)) // variants, 1) * variants
             windows, joules = self._time_windows(run, count, cfg.data.batch)
             host = []
@@ -134,11 +134,11 @@ class StepBenchmark:
                 run(i)
                 host.append(time.perf_counter() - launched)
             synchronize()
-            profile = clocks.profile(run, max(3, variants))
+            profile = timing.profile(run, max(3, variants))
             row |= self._rate_row(windows, cfg.data.batch, flops) | {"host_ms": round(1e3 * statistics.mean(host), 3)}
             row |= {"joules_per_sample": joules, **profile}
             if self.on_gpu:
-                peak, graph_bytes = torch.cuda.max_memory_allocated(), clocks.graph_bytes() - graphs_before
+                peak, graph_bytes = torch.cuda.max_memory_allocated(), timing.graph_bytes() - graphs_before
                 row |= {"peak_gb": round(peak / 1e9, 3), "graphs_gb": round(graph_bytes / 1e9, 3)}
             if variant in _LOADER_VARIANTS or not self.on_gpu:
                 last_variant = [s for window in windows for s in window[variants - 1 :: variants]]
@@ -152,7 +152,7 @@ class StepBenchmark:
         before, start = gpu.read().get("energy_j"), time.perf_counter()
         windows: list[list[float]] = []
         while len(windows) < self.args.repeats or (self.on_gpu and time.perf_counter() - start < ENERGY_S):
-            windows.append(clocks.time_window(run, count))
+            windows.append(timing.time_window(run, count))
             if len(windows) > 1 and time.perf_counter() - start > self.args.seconds:
                 break
         after = gpu.read().get("energy_j")
@@ -208,7 +208,7 @@ class StepBenchmark:
                 synchronize()
                 s = (time.perf_counter() - start) / count
         except Exception as error:  # any: the results without files are still valid
-            return {"loader": f"failed: {clocks.describe_error(error)}"}
+            return {"loader": f"failed: {timing.describe_error(error)}"}
         return {"loader_samples_s": round(batch / s, 3), "loader_lost_percent": round(100 * (1 - resident_s / s), 2)}
 
 

@@ -97,13 +97,10 @@ class Job:
 
 
 class Planner:
-    """Predicts trainings of an app, with the settings ``overrides`` and ``yaml``. Steps are recorded once for each split.
+    """Predicts trainings of an app, with the settings ``overrides`` and ``yaml``. Steps are recorded once for each split."""
 
-    ``kernels``: Record GPU kernels, not the operations of a CPU.
-    """
-
-    def __init__(self, name: str, overrides: Overrides = (), yaml: str | Path | None = None, kernels: bool = True) -> None:
-        self.name, self.training, self.overrides, self.kernels = name, find_training(name), tuple(overrides), kernels
+    def __init__(self, name: str, overrides: Overrides = (), yaml: str | Path | None = None) -> None:
+        self.name, self.training, self.overrides = name, find_training(name), tuple(overrides)
         self._default_yaml = Path(inspect.getfile(type(self.training))).parent / "configs" / self.training.yaml
         self.yaml = yaml or self._default_yaml
         self.report: Callable[[str], object] = lambda text: None  # called before each step is traced, which takes seconds
@@ -162,7 +159,7 @@ class Planner:
         axes, processes = self.fixed_axes(overrides), ways * self.fixed_processes(overrides)
         world, rank = replicas * processes, stage_rank * processes // axes.get("pipeline", 1)
         without_broadcast = mock.patch.object(data_parallel, "broadcast_parameters", lambda *_: None)  # not of a step, and slow
-        with traced_job(world, self.kernels, rank) as paper, without_broadcast:
+        with traced_job(world, rank=rank) as paper, without_broadcast:
             sizes = {"replicate": replicas, "expert": getattr(cfg.mesh, "expert", 1), **axes, **({axis: ways} if axis else {})}
             mesh = Mesh(sizes, world, rank)
             with deferred(0):
@@ -357,7 +354,7 @@ class Planner:
         """Slowdown of the kernels in the first published step, relative to the machine's rates."""
         first = self.training.published[0]
         if self.fixed_axes() or self.yaml != self._default_yaml:
-            return Planner(self.name, kernels=self.kernels).slowdown
+            return Planner(self.name).slowdown
         replicas = first.gpus // (first.ways * self.fixed_processes(first.overrides))
         machine = machines.find_machine(first.machine)
         return self.slowdown_of_step(first.value, machine, first.ways, replicas, first.batch // replicas, first.overrides)
