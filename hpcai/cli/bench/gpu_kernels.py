@@ -1,14 +1,6 @@
 """Each kernel compared with its peers, at the sizes of the published networks.
 
-A row is one implementation at one size in one dtype:
-
-    forward_ms, both_ms  a call, and a call with its backward pass: averaged over many in a CUDA graph, without Python's launch
-                         overhead. Inputs change between calls, so that they come from memory and not from the GPU's cache
-    graph                false if an implementation cannot be captured; its time then includes launches
-    of_copy              bandwidth as a share of the GPU's copy rate: the bytes that must be moved (each input and output once; in
-                         a backward pass inputs, result and their gradients) over the time of the last of these
-    over_ours            the time of the last of these over that of ours
-
+A row is one implementation at one size in one dtype; docs/benchmarks.md ("One GPU") lists its columns.
 A new kernel is one more ``Kernel`` in ``KERNELS``, with its sizes in gpu_kernels.toml.
 """
 

@@ -168,7 +168,7 @@ class Planner:
             example = training.random_batch(cfg, mesh, per_replica)
             with paper.fake_tensors():
                 settings = cfg.step.model_copy(update={"optimizer": optimizer, "accumulate": min(micro_batches, 2)})
-                recorder = SequentialStages(paper, pipeline, self._stage_output if stage_rank else None) if pipeline else None
+                recorder: Any = SequentialStages(paper, pipeline, self._stage_output if stage_rank else None) if pipeline else None
                 step = Step(paper.materialize(model), workload.loss, settings, mesh, counts=workload.counts, pipeline=recorder)
                 step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # with gradient buckets as for several
                 directions = cfg.step.optimizer == "lamb" and [torch.zeros_like(state.weights) for state in step.optimizer.states]
