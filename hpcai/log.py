@@ -1,29 +1,7 @@
 """Logging with the rank, and sinks of the events of a run: terminal, JSON lines, trackers, MLPerf log.
 
-The training loop emits each event once, with numbers and text as fields, and every sink writes it in its own format:
-
-========== ===========================================================================================================
-start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
-            global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1),
-            versions (optional: of packages, by name), flops_per_sample, flops_convention, peak_flops of all GPUs (optional)
-startup     step (the first one of this job), seconds (from the start of the process to its end), parts (seconds by name, of the
-            slowest process)
-epoch       epoch (from 0), step: an epoch begins, or continues after a resume
-train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics;
-            tokens_per_second or other units (optional), mfu (optional: fraction of peak_flops);
-            parts (optional: seconds per step by name, of the first process, means since the previous report; on a GPU forward,
-            backward, reduce and update are those of one step; names: hpcai.train.step_clock.PARTS);
-            gpu_power_w, gpu_power_limit_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c,
-            gpu_memory_gb, ... of the first process's GPU, where there is one
-evaluate    step, epoch, samples, seconds (this evaluation), metrics
-checkpoint  step, path, seconds, bytes
-note        text, step (optional)
-energy      step, joules, joules_per_sample, samples: of this job of the run, over all training processes; gpu_joules,
-            cpu_joules, memory_joules (if there are counters); gpus (counted) of world, nodes_counted (processors) of nodes;
-            gpu_limits_w (lowest and highest limit on the power of a GPU at the end)
-stop        step, epoch, samples, reason ("finished", "target", "signal", "diverged"), seconds, target_reached, parts
-            (optional: seconds of evaluate and save since the last report, in all)
-========== ===========================================================================================================
+The training loop emits each event once, with numbers and text as fields, and every sink writes it in its own format. The page
+docs/performance.md ("Events of a run") lists their fields.
 
 A sink that cannot write (full disk, closed terminal) warns once, and the run continues.
 """
@@ -118,9 +96,8 @@ class Sink(Protocol):
 class Reports(AbstractContextManager["Reports"]):
     """The sinks of a run, to which its events are emitted; none on ranks other than the first."""
 
-    def __init__(self, sinks: Sequence[Sink] = (), directory: Path | None = None) -> None:
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self.sinks = tuple(sinks)
-        self.directory = directory
         self._failed: set[int] = set()
 
     def emit(self, kind: str, **fields: Any) -> None:
@@ -167,7 +144,7 @@ def open_reports(
     if "mlperf" in sinks and mlperf is None:
         raise ConfigError("report.sinks has 'mlperf', but this app has no benchmark of MLPerf (apps/NAME/mlperf.py); leave it out")
     if not first:
-        return Reports((), directory)
+        return Reports()
     created: list[Sink] = [Terminal()] if "terminal" in sinks else []
     if directory is not None:
         try:
@@ -180,7 +157,7 @@ def open_reports(
             created.append(getattr(importlib.import_module(module), sink)(directory / name, project))
         if "mlperf" in sinks and mlperf is not None:
             created.append(mlperf(directory / "mlperf.log", None if "terminal" in sinks else sys.stdout))
-    return Reports(created, directory)
+    return Reports(created)
 
 
 # ------------------------------------------------------------------------------------------------------- JSON lines

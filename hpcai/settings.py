@@ -64,27 +64,6 @@ class MeshConfig(Settings):
         return self
 
 
-class Pipeline(Settings):
-    """The axis `pipeline` of a mesh."""
-
-    pipeline: PositiveInt = 1
-    """pipeline parallelism: the layers are split into consecutive stages"""
-
-
-class Context(Settings):
-    """The axis `context` of a mesh."""
-
-    context: PositiveInt = 1
-    """context parallelism: a long sequence is sharded along its tokens"""
-
-
-class Axial(Settings):
-    """The axis `axial` of a mesh."""
-
-    axial: PositiveInt = 1
-    """axial parallelism: a tensor is sharded along one of two dims, and along the other if an operation needs all of the first"""
-
-
 class Depth(Settings):
     """The axis `depth` of a mesh."""
 

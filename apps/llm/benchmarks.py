@@ -15,34 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apps.llm.data import METADATA, TextMetadata, Texts, open_rows, read_metadata
-from apps.llm.settings import Config, DataConfig
+from apps.llm.settings import Config
 from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, swap_classes
+from hpcai.data.collate import tree_zip
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
-from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, loss, parallelize, score
+from hpcai.models.llm import LLM, Batch, adapt, loss, parallelize, score
 from hpcai.models.llm.families import hub_config
 from hpcai.models.llm.objective import document_positions
 from hpcai.nn.lm_head import IGNORE_INDEX, LMHead
 
-_GPU = torch.cuda.is_available()
-_ROWS = 4 if _GPU else 2
 _DOCUMENTS, _BYTES = 4, 4  # of a row, of a token
-
-_SMALL = LLMConfig(vocabulary=2048, width=256, layers=4, heads=4, inner=704, positions=256)
-_LARGE = LLMConfig(vocabulary=32_000, width=2048, layers=16, heads=16, inner=5632, positions=4096)
-
-
-class BenchmarkConfig(Config):
-    """A language model that is benchmarked in minutes."""
-
-    model: LLMConfig = _LARGE if _GPU else _SMALL
-    data: DataConfig = DataConfig(batch=_ROWS, evaluation_batch=_ROWS, workers=1, documents="joined", pictures=0)
 
 
 class Benchmark(Workload):
-    settings, batch, fields = BenchmarkConfig, Batch, ("tokens", "bytes", "documents", "ends")
+    settings, batch, fields = Config, Batch, ("tokens", "bytes", "documents", "ends")
     ragged, metric = frozenset({"ends"}), staticmethod(score)
-    unit, published_settings, compile_scope, slow_compile = "rows", Config, "blocks", True
+    unit, compile_scope, slow_compile = "rows", "blocks", True
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:
         """Return the mean, as other apps do: all rows have equally many tokens in the loss."""
@@ -52,9 +41,6 @@ class Benchmark(Workload):
     def switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
         cut = "the vocabulary is sharded, and its cross entropy has one form" if mesh["tensor"].size > 1 else None
         return [Switch("logits", "cross entropy of a few tokens at a time, not of all logits together", cut)]
-
-    def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
-        return [(), ("data.documents=apart",)]
 
     def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(LLM(cfg.model), mesh)
@@ -71,7 +57,7 @@ class Benchmark(Workload):
     def collate(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
         source = Texts(cast(Any, samples), _random_metadata(cfg), cfg.data.documents, "all")
         rows = [source.transform(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
-        return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
+        return tree_zip(rows, lambda values: torch.from_numpy(np.stack(values)))
 
     def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         metadata = read_metadata(cfg.data.directory)

@@ -6,6 +6,7 @@ an answer; a second one, or one at the prompt, ends the chat, as Ctrl-D does. Li
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from apps.llm.prompting import TextConfig, load_model, run_command
@@ -22,14 +23,9 @@ class ChatConfig(TextConfig):
     """instruction for all answers; null: that of the template"""
 
 
-def run(args: Sequence[str]) -> None:
-    """Run the command with its command-line arguments."""
-    run_command(ChatConfig, main, args, "system")
-
-
 def main(cfg: ChatConfig) -> None:
     from hpcai import dist
-    from hpcai.dist.waiting import HEARTBEAT
+    from hpcai.dist.watchdog import HEARTBEAT
 
     with dist.start(cfg.mesh) as mesh:
         if (size := mesh["replicate"].size) > 1:
@@ -39,6 +35,9 @@ def main(cfg: ChatConfig) -> None:
             chat(cfg, mesh)
         finally:
             HEARTBEAT.attended = False
+
+
+run = partial(run_command, ChatConfig, main, text="system")
 
 
 def chat(cfg: ChatConfig, mesh: Any) -> None:

@@ -22,6 +22,7 @@ from hpcai.models.llm.families import TRAINING_EXPERTS, TRAINING_SETTINGS
 from hpcai.models.llm.load import read_settings
 from hpcai.models.llm.tokenizer import CONTENT, Tokenizer
 from hpcai.programs import command_of
+from hpcai.schema import format_first_error
 
 METADATA = "text.json"
 
@@ -120,8 +121,7 @@ def read_metadata(folder: Path) -> TextMetadata:
         text = f"{path}: {problem.strerror}; make data with: {command_of('data_prep.text')} python {folder}, or set data.directory"
         raise DataError(text) from problem
     except ValidationError as problem:
-        first = problem.errors()[0]
-        raise DataError(f"{path}: {'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}; make the rows again") from problem
+        raise DataError(f"{path}: {format_first_error(problem)}; make the rows again") from problem
 
 
 def open_rows(cfg: Config, split: str, mesh: Mesh, folder: Path | None = None, metadata: TextMetadata | None = None) -> Rows:

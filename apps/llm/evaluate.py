@@ -6,7 +6,7 @@ Tasks are those of EleutherAI's lm-evaluation-harness, which downloads their dat
 
 import json
 import os
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,6 @@ class EvaluateConfig(PromptingConfig):
         return tuple(names) if isinstance(names, list) else names
 
 
-def run(args: Sequence[str]) -> None:
-    """Run the command with its command-line arguments."""
-    run_command(EvaluateConfig, main, args)
-
-
 def main(cfg: EvaluateConfig) -> None:
     from hpcai import dist
 
@@ -72,3 +67,6 @@ def main(cfg: EvaluateConfig) -> None:
         if mesh.is_first and cfg.out is not None:
             cfg.out.parent.mkdir(parents=True, exist_ok=True)
             cfg.out.write_text(json.dumps(results, indent=1, default=utils.handle_non_serializable, ensure_ascii=False), "utf-8")
+
+
+run = partial(run_command, EvaluateConfig, main)

@@ -9,13 +9,14 @@ Prompts are distributed over model replicas (``mesh.replicate``).
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from pydantic import model_validator
 
-from apps.llm.prompting import TextConfig, load_model, read_json_lines, run_command
+from apps.llm.prompting import TextConfig, load_model, read_json_lines, read_text, run_command
 from hpcai.errors import DataError
 
 EXPECTED = 'a line such as {"text": "Once upon"} or {"messages": [{"role": "user", "content": "Hello"}]}'
@@ -48,11 +49,6 @@ class Prompt(NamedTuple):
     content: dict[str, Any]
 
 
-def run(args: Sequence[str]) -> None:
-    """Run the command with its command-line arguments."""
-    run_command(GenerateConfig, main, args, "prompt", "with a file of prompts, the same command continues those that are left")
-
-
 def main(cfg: GenerateConfig) -> None:
     from hpcai import dist
 
@@ -61,6 +57,10 @@ def main(cfg: GenerateConfig) -> None:
             stream_prompt(cfg, mesh)
         else:
             continue_file(cfg, mesh)
+
+
+_ADVICE = "with a file of prompts, the same command continues those that are left"
+run = partial(run_command, GenerateConfig, main, text="prompt", advice=_ADVICE)
 
 
 def stream_prompt(cfg: GenerateConfig, mesh: Any) -> None:
@@ -126,11 +126,7 @@ def continue_file(cfg: GenerateConfig, mesh: Any) -> None:
 def read_prompts(path: Path) -> list[Prompt]:
     """Read the prompts of a file. Raises DataError with the number of a line that is no prompt."""
     if path.suffix != ".jsonl":
-        try:
-            lines = path.read_bytes().decode("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as problem:
-            raise DataError(f"{path}: cannot be read as text ({problem})") from problem
-        prompts = [Prompt(number, {"text": line}) for number, line in enumerate(lines, 1) if line.strip()]
+        prompts = [Prompt(number, {"text": line}) for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
     else:
         prompts = []
         for number, content in read_json_lines(path, EXPECTED):

@@ -9,12 +9,12 @@ Recomputation in Large Transformer Models", 2022) count the activations of GPT's
 """
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from apps.llm.settings import Config
 from hpcai.dist.environment import read_rank_info
 from hpcai.errors import LaunchError, MeshError
+from hpcai.settings import mesh_shape
 
 if TYPE_CHECKING:
     from hpcai.dist import Mesh
@@ -28,25 +28,6 @@ _MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1, "muon": 1}  #
 CONVENTION = "6 FLOPs a token for each weight of a matrix (4 if frozen), attention in full"
 
 
-@dataclass(frozen=True)
-class MeshSizes:
-    """The number of ranks along each axis of a mesh."""
-
-    replicate: int
-    tensor: int
-    context: int
-    pipeline: int
-
-    @classmethod
-    def from_config(cls, cfg: Config, world: int) -> "MeshSizes":
-        """Return the sizes for ``world`` ranks. Raises MeshError if these do not divide it."""
-        mesh = cfg.mesh
-        within, train = mesh.tensor * mesh.context * mesh.pipeline, world - mesh.evaluate
-        if train < within or train % within or mesh.replicate not in (-1, train // within):
-            raise MeshError(f"{world} ranks cannot form mesh {mesh.model_dump()}: start a multiple of {within}, or set other sizes")
-        return cls(train // within, mesh.tensor, mesh.context, mesh.pipeline)
-
-
 def describe(cfg: Config) -> list[str]:
     """Return the lines that ``--show`` adds to the settings: memory, parameters, tokens of a step, FLOPs of a token."""
     try:
@@ -55,8 +36,9 @@ def describe(cfg: Config) -> list[str]:
         ranks = 1
     within = mesh.tensor * mesh.context * mesh.pipeline
     world = mesh.evaluate + within * (max((ranks - mesh.evaluate) // within, 1) if mesh.replicate == -1 else mesh.replicate)
-    sizes, tokens = MeshSizes.from_config(cfg, world), row_tokens(cfg)
-    named = " x ".join(f"{name} {size}" for name, size in vars(sizes).items() if size > 1) or "one replica, unsharded"
+    tokens, sizes = row_tokens(cfg), _resolve_mesh(cfg, world).mesh.model_dump()
+    axes = [f"{name} {sizes[name]}" for name in ("replicate", "tensor", "context", "pipeline") if sizes[name] > 1]
+    named = " x ".join(axes) or "one replica, unsharded"
     breakdown = {name: bytes for name, bytes in estimate_bytes(cfg, world).items() if bytes}
     width = max(map(len, breakdown))
     lines = [f"GB of the rank that needs most, of {world} ({named}), about:"]
@@ -120,42 +102,50 @@ def row_tokens(cfg: Config) -> int:
 def estimate_bytes(cfg: Config, world: int) -> dict[str, float]:
     """Return the bytes of the rank that needs most, by purpose. Their sum is the peak, which is reached in the loss head or in a
     layer. ``gathered``: weights of other ranks (step.shard=weights). Buffers of CUDA's libraries are not included."""
-    sizes = MeshSizes.from_config(cfg, world)
-    return max((_estimate_rank(cfg, sizes, rank) for rank in (0, sizes.pipeline - 1)), key=lambda estimate: sum(estimate.values()))
+    cfg = _resolve_mesh(cfg, world)
+    estimates = (_estimate_rank(cfg, rank) for rank in (0, cfg.mesh.pipeline - 1))
+    return max(estimates, key=lambda estimate: sum(estimate.values()))
 
 
-def _estimate_rank(cfg: Config, sizes: MeshSizes, rank: int) -> dict[str, float]:
+def _resolve_mesh(cfg: Config, world: int) -> Config:
+    """Return the settings with the number of replicas among ``world`` ranks. Raises MeshError if these cannot form the mesh."""
+    shape, _ = mesh_shape(cfg.mesh.model_dump(exclude={"expert"}), world)
+    return cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"replicate": shape["replicate"]})})
+
+
+def _estimate_rank(cfg: Config, rank: int) -> dict[str, float]:
     """Return ``estimate_bytes`` of the first or the last rank along the pipeline."""
-    m, step, both = cfg.model, cfg.step, cfg.stages.schedule == "zero-bubble-v"  # first and last stage are on the first rank
-    first, last = rank == 0, rank == 0 if both else rank == sizes.pipeline - 1
-    n, predicting, shards = sizes.tensor, m.mtp_layers if last else 0, step.shard == "weights" and sizes.replicate > 1
-    local_layers = -(-m.layers // sizes.pipeline) + predicting
-    tokens = max(cfg.data.batch // (sizes.replicate * step.accumulate), 1) * row_tokens(cfg) // sizes.context
+    m, mesh, step = cfg.model, cfg.mesh, cfg.step
+    both = cfg.stages.schedule == "zero-bubble-v"  # first and last stage are on the first rank
+    first, last = rank == 0, rank == 0 if both else rank == mesh.pipeline - 1
+    n, predicting, shards = mesh.tensor, m.mtp_layers if last else 0, step.shard == "weights" and mesh.replicate > 1
+    local_layers = -(-m.layers // mesh.pipeline) + predicting
+    tokens = max(cfg.data.batch // (mesh.replicate * step.accumulate), 1) * row_tokens(cfg) // mesh.context
     hidden, product = _element_bytes(cfg)
     keys = m.kv_heads * max(n // m.kv_heads, 1) - m.kv_heads  # key heads that are replicated on several ranks
-    experts = (m.num_parameters - m.count_parameters(0)) / m.total_layers / n / cfg.mesh.expert  # of a rank in a layer
+    experts = (m.num_parameters - m.count_parameters(0)) / m.total_layers / n / mesh.expert  # of a rank in a layer
     joined, replicated = 2 * m.width**2, 2 * keys * m.head_dim * m.width  # the first of multi-token prediction, not sharded
     layer = (m.count_parameters(0) - _embedding_parameters(cfg) - m.mtp_layers * joined) / m.total_layers / n
     layer += experts + replicated / n
-    ends = _embedding_parameters(cfg) / n if sizes.pipeline == 1 or predicting else m.vocabulary * m.width / n
-    different = local_layers * experts if cfg.mesh.expert > 1 else 0.0  # replicas do not shard what they do not share
+    ends = _embedding_parameters(cfg) / n if mesh.pipeline == 1 or predicting else m.vocabulary * m.width / n
+    different = local_layers * experts if mesh.expert > 1 else 0.0  # replicas do not shard what they do not share
     shared = local_layers * layer + predicting * joined + ends - different
-    nbytes = _state_bytes(cfg, sizes, shared, trained=cfg.lora is None, ends=ends)
-    for name, value in _state_bytes(cfg, sizes, different, trained=cfg.lora is None, shard="none").items():
+    nbytes = _state_bytes(cfg, shared, trained=cfg.lora is None, ends=ends)
+    for name, value in _state_bytes(cfg, different, trained=cfg.lora is None, shard="none").items():
         nbytes[name] += value
     adapters = _adapter_parameters(cfg) * local_layers / m.total_layers / n if cfg.lora else 0.0
-    nbytes["adapters"] = sum(_state_bytes(cfg, sizes, adapters, trained=True).values())
-    saved, boundary = (_saved_activations(cfg, sizes, tokens, recompute) for recompute in (m.recompute, "layers"))
-    in_flight = _micro_batches_in_flight(cfg, sizes, rank)
+    nbytes["adapters"] = sum(_state_bytes(cfg, adapters, trained=True).values())
+    saved, boundary = (_saved_activations(cfg, tokens, recompute) for recompute in (m.recompute, "layers"))
+    in_flight = _micro_batches_in_flight(cfg, rank)
     inputs = m.width * tokens // n * (hidden + product if m.recompute == "layers" else 2 * hidden + 3 * product)
     nbytes["activations"] = (local_layers * saved + predicting * inputs) * in_flight
-    if sizes.pipeline > 1:  # inputs and outputs of stages and their gradients, for each micro-batch (torch's stages)
+    if mesh.pipeline > 1:  # inputs and outputs of stages and their gradients, for each micro-batch (torch's stages)
         stages = cfg.stages.per_rank
         nbytes["messages"] = boundary * (step.accumulate * (2.0 * stages - first - last) + in_flight * (stages - last))
     cast = hidden != product and step.matmul != "fp8"
     nbytes["copies"] = product * local_layers * layer * cast if m.recompute != "layers" else 0.0
-    recomputed = _saved_activations(cfg, sizes, tokens, "none") + product * layer * cast if m.recompute == "layers" else 0.0
-    nbytes["layer or head"] = max(_layer_backward(cfg, sizes, tokens) + recomputed, _loss_head(cfg, sizes, tokens) if last else 0.0)
+    recomputed = _saved_activations(cfg, tokens, "none") + product * layer * cast if m.recompute == "layers" else 0.0
+    nbytes["layer or head"] = max(_layer_backward(cfg, tokens) + recomputed, _loss_head(cfg, tokens) if last else 0.0)
     if predicting:  # the gradients of the first cross entropy wait for those of the others
         nbytes["layer or head"] += max(hidden, 4) * m.vocabulary * m.width / n * (cfg.lora is None) + product * m.width * tokens
     weight = 2 if step.precision == "bf16-params" else max(hidden, 4)
@@ -186,17 +176,15 @@ def _element_bytes(cfg: Config) -> tuple[int, int]:
     return {"fp32": (4, 4), "fp64": (8, 8), "bf16-params": (2, 2)}.get(cfg.step.precision, (4, 2))
 
 
-def _state_bytes(
-    cfg: Config, sizes: MeshSizes, count: float, trained: bool, ends: float = 0.0, shard: str | None = None
-) -> dict[str, float]:
+def _state_bytes(cfg: Config, count: float, trained: bool, ends: float = 0.0, shard: str | None = None) -> dict[str, float]:
     """Return the bytes of weights, gradient buckets and optimizer state (Rajbhandari et al., "ZeRO", SC20, table 1). ``ends``: How
     many of the parameters are outside the layers, which AdamW updates beside Muon."""
-    step, replicas = cfg.step, sizes.replicate
+    step, replicas = cfg.step, cfg.mesh.replicate
     narrow, wide = step.precision == "bf16-params", 8 if step.precision == "fp64" else 4
     shard = shard or (step.shard if replicas > 1 else "none")
     fraction = 1 / ((step.shard_within or replicas) if shard != "none" else 1)
     weight = 2 if narrow and not (trained and shard == "weights") else wide
-    sums = 4 if narrow and (step.accumulate > 1 or replicas * sizes.context > _BF16_SUM_RANKS) else weight
+    sums = 4 if narrow and (step.accumulate > 1 or replicas * cfg.mesh.context > _BF16_SUM_RANKS) else weight
     moment = 2 if step.moments == "bf16" else wide
     moments = _MOMENTS[step.optimizer] - (step.optimizer in ("sgd", "lars") and not step.momentum)
     moment_bytes = wide + moment * (moments - 1) if step.optimizer == "lamb" else moment * moments
@@ -209,9 +197,9 @@ def _state_bytes(
     }
 
 
-def _micro_batches_in_flight(cfg: Config, sizes: MeshSizes, rank: int) -> float:
+def _micro_batches_in_flight(cfg: Config, rank: int) -> float:
     """Return the maximum number of micro-batches whose activations a rank saves (Narayanan et al., SC21, section 2.2)."""
-    p, per_rank, micro_batches = sizes.pipeline, cfg.stages.per_rank, cfg.step.accumulate
+    p, per_rank, micro_batches = cfg.mesh.pipeline, cfg.stages.per_rank, cfg.step.accumulate
     if p == 1:
         return 1.0
     if cfg.stages.schedule == "gpipe":
@@ -223,16 +211,16 @@ def _micro_batches_in_flight(cfg: Config, sizes: MeshSizes, rank: int) -> float:
     return min(ahead + 1, micro_batches * per_rank) / per_rank
 
 
-def _saved_activations(cfg: Config, sizes: MeshSizes, tokens: int, recompute: str) -> float:
+def _saved_activations(cfg: Config, tokens: int, recompute: str) -> float:
     """Return the bytes of a layer's activations that are saved for the backward pass."""
-    m, n, (hidden, product), local_tokens = cfg.model, sizes.tensor, _element_bytes(cfg), tokens // sizes.tensor
+    m, n, (hidden, product), local_tokens = cfg.model, cfg.mesh.tensor, _element_bytes(cfg), tokens // cfg.mesh.tensor
     trained, adapted = cfg.lora is None, {name.rpartition(".")[2] for name in (cfg.lora.targets if cfg.lora else ())}
     if recompute == "layers":
         return hidden * m.width * local_tokens
     saved = 2.0 * hidden * m.width * local_tokens
     if recompute != "selective":  # outputs of norms; a frozen layer saves no input unless it is sharded
         saved += product * m.width * local_tokens * sum(trained or n > 1 or not adapted.isdisjoint(names) for names in _AFTER_NORMS)
-    varlen = cfg.data.documents == "apart" and product == 2 and sizes.context == 1
+    varlen = cfg.data.documents == "apart" and product == 2 and cfg.mesh.context == 1
     keys = m.kv_heads * m.head_dim * max(n // m.kv_heads, 1) // n
     saved += tokens * (product * ((2 + varlen) * m.heads * m.head_dim // n + 2 * keys) + 4 * m.heads // n)
     saved += 0 if varlen or cfg.data.documents == "joined" else product * tokens * row_tokens(cfg)  # the mask of attention
@@ -245,10 +233,10 @@ def _saved_activations(cfg: Config, sizes: MeshSizes, tokens: int, recompute: st
     return saved + 2 * m.width * local_tokens * (m.dropout > 0)
 
 
-def _layer_backward(cfg: Config, sizes: MeshSizes, tokens: int) -> float:
+def _layer_backward(cfg: Config, tokens: int) -> float:
     """Return the bytes of temporary tensors in the backward pass of a layer: gradients of its hidden states, those inside a wide
     feed-forward part, or with tensor parallelism those of all tokens, which are gathered and reduced."""
-    m, n, (hidden, product) = cfg.model, sizes.tensor, _element_bytes(cfg)
+    m, n, (hidden, product) = cfg.model, cfg.mesh.tensor, _element_bytes(cfg)
     inner = product * tokens * m.active_inner // m.layers // n
     first = product * m.width * (tokens + m.inner) // n + inner  # in its last linear layer, with a weight gradient
     within = 2 * inner if m.is_gated else 0
@@ -256,9 +244,9 @@ def _layer_backward(cfg: Config, sizes: MeshSizes, tokens: int) -> float:
     return hidden * m.width * tokens // n + max(first, within, gathered)
 
 
-def _loss_head(cfg: Config, sizes: MeshSizes, tokens: int) -> float:
+def _loss_head(cfg: Config, tokens: int) -> float:
     """Return the bytes of the last norm, and of a chunk of logits with its gradients (hpcai.nn.lm_head)."""
-    m, n, (hidden, product) = cfg.model, sizes.tensor, _element_bytes(cfg)
+    m, n, (hidden, product) = cfg.model, cfg.mesh.tensor, _element_bytes(cfg)
     wide, vocabulary = max(hidden, 4), -(-m.vocabulary // n)
     chunk, weight = min(tokens, max(_LOGITS // (4 * vocabulary), 1)), vocabulary * m.width
     logits, trained, both = chunk * vocabulary, weight if cfg.lora is None else 0, wide + product * (product != wide)

@@ -14,6 +14,7 @@ from torch import nn
 
 from apps.llm.benchmarks import Benchmark
 from apps.llm.memory import estimate_bytes, flops_per_token
+from hpcai.cli.benchmarks import read_published
 from hpcai.cli.plan.training import Evaluation, PlannedTraining
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, build_pipeline
@@ -21,10 +22,6 @@ from hpcai.parallel.pipeline import Pipeline
 from hpcai.plan.machines import Machine
 
 _ACCESSES = 7  # to each byte of the weights, by a micro-batch: read twice, and added to gradients of twice the width
-# mlcommons/logging, rcp_checker/training_6.1.0
-_CONVERGENCE: dict[str, dict[int, float]] = {
-    "gpt_oss_20b": {16: 194_765, 32: 234_701, 64: 301_670}, "deepseekv3_671b": {15360: 721_920, 16384: 767_317, 18432: 857_088},
-}  # fmt: skip
 
 
 class Plan(PlannedTraining):
@@ -90,6 +87,7 @@ class Plan(PlannedTraining):
             return
         batch, rows = cfg.data.batch, cfg.data.validation_rows or cfg.data.evaluation_batch
         self.samples, self.source = {batch: batch * cfg.train.steps}, "the steps of its settings"
-        if cfg.benchmark in _CONVERGENCE:
-            self.samples, self.source = _CONVERGENCE[cfg.benchmark], "reference convergence of MLPerf 6.1, mean of its runs"
+        if convergence := read_published(self.workload)["convergence"].get(cfg.benchmark):
+            self.samples = {int(batch): samples for batch, samples in convergence.items()}
+            self.source = "reference convergence of MLPerf 6.1, mean of its runs"
         self.evaluation = Evaluation(samples=rows, every=cfg.data.epoch or batch * cfg.train.steps, cost=1 / 3)

@@ -55,7 +55,7 @@ class TextConfig(PromptingConfig, SamplingConfig):
 
 
 def run_command(schema: type[Any], main: Callable[[Any], None], args: Sequence[str], text: str = "", advice: str = "") -> None:
-    """Run a command with its command-line arguments. The setting ``text`` is literal: it may look like YAML, and in JSON's quotes
+    """Run a command with its command-line ``args``. The setting ``text`` is literal: it may look like YAML, and in JSON's quotes
     it is text."""
     start = f"{text}="
     sys.argv[1:] = [f"{start}{json.dumps(word[len(start) :])}" if word.startswith(start) else word for word in args]
@@ -100,11 +100,14 @@ def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
 
 def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield number and object of each line that is not blank. Raises DataError with the number of a line that is no JSON object."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            yield number, parse_object(line, f"{path}: line {number}", expected, DataError)
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a file in UTF-8. Raises DataError if it cannot be read."""
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
+        return path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise DataError(f"{path}: cannot be read as text ({problem})") from problem
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        yield number, parse_object(line, f"{path}: line {number}", expected, DataError)

@@ -7,6 +7,7 @@ same for log likelihoods divided by the length of the choice in bytes (accuracy_
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -41,11 +42,6 @@ class ScoreConfig(PromptingConfig):
         return self
 
 
-def run(args: Sequence[str]) -> None:
-    """Run the command with its command-line arguments."""
-    run_command(ScoreConfig, main, args)
-
-
 def main(cfg: ScoreConfig) -> None:
     from hpcai import dist
 
@@ -54,6 +50,9 @@ def main(cfg: ScoreConfig) -> None:
         if mesh.is_first:
             for name, value in metrics.items():
                 print(f"{name:15}{value:,}" if isinstance(value, int) else f"{name:15}{value:.6g}", flush=True)
+
+
+run = partial(run_command, ScoreConfig, main)
 
 
 def score(cfg: ScoreConfig, mesh: Any) -> dict[str, float]:
@@ -73,6 +72,7 @@ def score_rows(cfg: ScoreConfig, mesh: Any, model: Any, pipeline: Any) -> dict[s
     import numpy as np
     import torch
 
+    from hpcai.data.collate import tree_zip
     from hpcai.dist.collectives import all_reduce_
     from hpcai.models import llm
 
@@ -81,9 +81,8 @@ def score_rows(cfg: ScoreConfig, mesh: Any, model: Any, pipeline: Any) -> dict[s
     indices = range(replicas.rank, len(texts), replicas.size)
     with torch.no_grad():
         for at in range(0, len(indices), cfg.batch):
-            fields = zip(*(texts.sample(number, 0) for number in indices[at : at + cfg.batch]))
-            stacked = [None if each[0] is None else torch.from_numpy(np.stack(each)).to(mesh.device) for each in fields]
-            batch = llm.Batch(*stacked)
+            samples = [texts.sample(number, 0) for number in indices[at : at + cfg.batch]]
+            batch = tree_zip(samples, lambda values: torch.from_numpy(np.stack(values)).to(mesh.device))
             values = llm.score(model, batch) if pipeline is None else pipeline.forward(llm.score, batch, torch.no_grad)
             if values is not None and mesh["tensor"].rank == mesh["context"].rank == 0:
                 pair = (*values["loss"], *values.get("bits_per_byte", (0.0, 0.0)))

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from hpcai.config import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from hpcai.models.llm import LLMConfig, LoRAConfig
-from hpcai.settings import Context, LoaderConfig, MeshConfig, Pipeline, ReportConfig, RunConfig, StepConfig, Tensor, TrainConfig
+from hpcai.settings import LoaderConfig, MeshConfig, ReportConfig, RunConfig, StepConfig, Tensor, TrainConfig
 
 
 class DataConfig(LoaderConfig):
@@ -43,9 +43,13 @@ class StartConfig(Settings):
     """folder in Hugging Face's format, such as Llama's, or a safetensors file of hpcai"""
 
 
-class AxesConfig(MeshConfig, Pipeline, Context, Tensor):
+class AxesConfig(MeshConfig, Tensor):
     """The mesh: model replicas, sharded over ``pipeline``, ``context`` and ``tensor``."""
 
+    pipeline: PositiveInt = 1
+    """pipeline parallelism: the layers are split into consecutive stages"""
+    context: PositiveInt = 1
+    """context parallelism: a long sequence is sharded along its tokens"""
     expert: PositiveInt = 1
     """expert parallelism: so many neighbouring replicas share the experts of a layer, and each has some of them"""
 

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from hpcai.config import NonNegativeInt, PositiveInt, Settings
 from hpcai.models.openfold import FeatureConfig, ObjectiveConfig, OpenFoldConfig
-from hpcai.settings import Axial, LoaderConfig, MeshConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
+from hpcai.settings import LoaderConfig, MeshConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
 
 
 class DataConfig(LoaderConfig):
@@ -44,8 +44,11 @@ class StartConfig(Settings):
     """SHA-256 that the file must have"""
 
 
-class AxesConfig(MeshConfig, Axial):
+class AxesConfig(MeshConfig):
     """The mesh: replicas of the network, each with its own proteins, which are sharded over ``axial``."""
+
+    axial: PositiveInt = 1
+    """axial parallelism: a tensor is sharded along one of two dims, and along the other if an operation needs all of the first"""
 
 
 def _check_shards(features: FeatureConfig, axial: int, templates: int) -> None:

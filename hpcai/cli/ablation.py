@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hpcai import dist
-from hpcai.cli.bench.timing import bootstrap_interval, rotated_orders, synchronize
+from hpcai.cli.bench.timing import bootstrap_interval, describe_error, rotated_orders, synchronize
 from hpcai.cli.benchmarks import Enabled, Switch
 from hpcai.data.readers import available_memory
 from hpcai.dist.collectives import all_gather_object
@@ -84,7 +84,7 @@ class Ablation:
         except Exception as error:  # of any kind: the other arrangements are still measured,
             if self.mesh.world > 1:  # unless other ranks are inside a collective
                 raise
-            arrangement.error = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            arrangement.error = describe_error(error)
         if arrangement.error is not None or not self.keep_in_memory:
             self._close(arrangement)
 

@@ -91,14 +91,12 @@ class Case:
     yaml: str
     """file in apps/<name>/configs"""
     overrides: Sequence[str] = ()
-    """key=value overrides, such as data.batch, the samples of one GPU"""
+    """key=value overrides, such as data.batch, the samples of one GPU, or a precision without which the model does not fit"""
     step_variants: Sequence[Sequence[str]] = ((),)
     """key=value overrides that differ between batches; steps cycle through them"""
     published: PublishedRate | None = None
     goal: float | None = None
     """target in samples per second on one H200"""
-    base_overrides: Sequence[str] = ()
-    """key=value overrides of all variants, such as a precision without which the model does not fit"""
 
 
 class Workload:
@@ -124,11 +122,6 @@ class Workload:
     """whether torch.compile takes minutes on a CPU; it is then measured there only if the settings enable it"""
     counts: Callable[[Any], Tensor] | None = None
     """denominators of a loss that is several means (``Step``)"""
-
-    @property
-    def published_settings(self) -> type[RunConfig]:
-        """The same schema, unless the defaults of ``settings`` are others."""
-        return self.settings
 
     @cached_property
     def gpu_cases(self) -> Sequence[Case]:

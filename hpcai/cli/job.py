@@ -32,7 +32,7 @@ from hpcai.cli.script import Site, assign, find_site, list_sites, render
 from hpcai.config import load
 from hpcai.errors import ConfigError, HpcaiError, MeshError
 from hpcai.log import flatten, format_duration
-from hpcai.schema import CONTROL, close_matches, join_names
+from hpcai.schema import CONTROL, Schema, format_key, join_names
 from hpcai.settings import RunConfig, mesh_shape
 
 _STOP_BEFORE = 180
@@ -270,8 +270,7 @@ def _array_values(settings: RunConfig, array: str) -> tuple[str, list[str]]:
     matches = [key for key in known if key.rpartition(".")[2] == name]
     if len(matches) == 1:
         return matches[0], values
-    suffixes = close_matches(name.rpartition(".")[2], [key.rpartition(".")[2] for key in known])
-    near = matches or [key for end in suffixes for key in known if key.rpartition(".")[2] == end] or close_matches(name, known)
+    near = matches or [format_key(key) for key in Schema(type(settings)).suggest(tuple(name.split(".")))]
     hint = f"did you mean {' or '.join(near[:4])}?" if near else f"the sections are {join_names(list(settings.model_dump()))}"
     raise ConfigError(f"--array {array}: {'several settings are' if matches else 'no setting is'} called {name}; {hint}")
 

@@ -1,14 +1,7 @@
 """Batch scripts: a template of slurm/, the lines of a site and the options of a job, rendered to one readable file.
 
 A site is a file of at most 30 lines in slurm/sites: lines for the scheduler (``#SBATCH --name=value`` or ``#PBS ...``), shell lines
-that are copied into the script, and facts that only ``hpcai job`` reads:
-
-    #: account required      a job needs a project's name; likewise ``time`` and ``queue``
-    #: queue --qos           the scheduler's option for --queue (default --partition; -q for PBS)
-    #: select system=name    resources of each node that PBS selects
-    #: local /tmp /scratch   node-local folders
-    #: power --gpu-power     the scheduler's own option for a power cap of the job's GPUs, in watts
-    #: container name        --container is the name of an image (``name``), a file (``file``), or not supported (``none``)
+that are copied into the script, and facts that only ``hpcai job`` reads (``#: name value``, docs/cluster.md).
 """
 
 import re

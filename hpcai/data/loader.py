@@ -28,7 +28,7 @@ from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
 from hpcai.data.scatter import ScatteredLoader
 from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.dist.waiting import waiting_at
+from hpcai.dist.watchdog import waiting_at
 from hpcai.errors import DataError, HpcaiError
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,6 @@
 """The start of a job: rank, world and device of a process, alone or under mpiexec, srun, PALS or torchrun.
 
-Environment variables, with the same values on all ranks:
-
-    MASTER_ADDR, MASTER_PORT   address of rank 0
-    HPCAI_ADDRESS              host name of rank 0 on another network, if the others cannot resolve its host name or it is slow
-    HPCAI_TOKEN                secret of the job, if MPI does not broadcast one; slurm/job.sh generates it
-    HPCAI_TIMEOUT              timeout of the rendezvous and of every collective, in seconds (600)
-    HPCAI_BIND=0               no binding of processes with a GPU to CPUs
-    HPCAI_SHARE_GPU=1          several ranks may use one GPU, with gloo: for tests
+The page docs/cluster.md ("Launchers") lists its environment variables.
 """
 
 import atexit
@@ -32,8 +25,7 @@ from hpcai import startup
 from hpcai.dist.environment import BATCH_SHELL, INTERACTIVE_SHELL, SINGLE_PROCESS, RankInfo, read_rank_info
 from hpcai.dist.host import bind_to_numa_node, retain_freed_memory
 from hpcai.dist.mesh import Mesh
-from hpcai.dist.waiting import waiting_at
-from hpcai.dist.watchdog import Watchdog, exit_now, report_failure
+from hpcai.dist.watchdog import Watchdog, exit_now, report_failure, waiting_at
 from hpcai.errors import LaunchError
 from hpcai.host_limits import raise_file_limit
 

@@ -1,7 +1,10 @@
 """A step after which all ranks stop, on request of one. There is no communication before a request."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hpcai import stop
 
 NEVER = 1 << 62
 """The step of a rank that has left the boundary, and the step to stop at before a request."""
@@ -19,17 +22,30 @@ class StepBoundary:
         self.reason = ""  # the signal, and its rank
         self._send, self._alone = send, alone
         self._steps, self._stop = 0, NEVER
-        self._held = self._requested = False
+        self._held, self._request, self._requested = False, "", False
         self._changed = threading.Condition()
 
-    def should_stop(self, request: str | None) -> bool:
-        """Count a step, and return whether all ranks stop after it. ``request``: The reason why this rank wants to stop."""
-        if request is not None and not self._requested:
+    @contextmanager
+    def on_signals(self) -> Iterator["StepBoundary"]:
+        """Context manager: ``stop.SIGNALS`` request a stop. Afterwards this rank takes no further steps."""
+        with stop.on_signal(self.request_stop):
+            try:
+                yield self
+            finally:
+                self.leave()
+
+    def request_stop(self, reason: str) -> None:
+        """Request a stop at the next step of this rank."""
+        self._request = reason
+
+    def should_stop(self) -> bool:
+        """Count a step, and return whether all ranks stop after it."""
+        if self._request and not self._requested:
             self._requested = True
             if self._alone:
-                self.reason = request
+                self.reason = self._request
                 return True
-            self._send(request=request)
+            self._send(request=self._request)
         with self._changed:
             self._changed.wait_for(lambda: not self._held)
             self._steps += 1

@@ -7,33 +7,35 @@ holding the interpreter lock. A rank may request that all ranks stop after the s
 A main thread inside a collective or a long computation cannot be interrupted, so its process is ended. A lost hub counts as a
 failure of rank 0, which therefore leaves last. The hub listens on the loopback interface if all ranks share a node, and ignores
 connections that have not sent the token of the job.
+
+A long wait for other ranks is reported, and signals end it, also within a call in C++, which delays their handlers.
 """
 
 import asyncio
 import hmac
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as torch_dist
 
 from hpcai.dist.host import format_ranges
 from hpcai.dist.step_boundary import StepBoundary
-from hpcai.dist.waiting import Handlers, describe_main_thread, handlers, waiting_at
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError, escape_controls
-from hpcai.stop import REQUEUE, is_starting
+from hpcai.stop import REQUEUE, is_starting, receive_signal
 
 # Delays and timeouts in seconds
 _CAUSE_DELAY = 0.3  # a consequence on another rank ("connection closed by peer") may arrive before its cause
@@ -44,6 +46,7 @@ _ANSWER_TIMEOUT = 2.0  # of a rank that is asked where it is
 _FIRST_EXIT_DELAY = 0.5  # from the stop message until the first failing rank ends the job with its exit code
 _EXIT_DELAY = 2.0  # from that message until the other ranks exit, so that the launcher sees the cause first
 _HANDSHAKE_TIMEOUT = 60.0  # until a connection has sent the token
+FIRST_REPORT, NEXT_REPORT = 10.0, 60.0  # until the first report of a wait, and between the further ones
 _MAX_MESSAGE = 1 << 18  # bytes
 _MAX_REASON = 1 << 12  # characters of the reason of a failure
 _MAX_UNAUTHENTICATED = 256  # simultaneous connections without a token, besides one for each rank
@@ -222,14 +225,14 @@ class Watchdog:
 
 
 @dataclass(eq=False)
-class _Member:
-    """A rank that has sent the token."""
+class Member:
+    """A rank that has sent the token; ``name`` contains its host."""
 
     rank: int
     name: str
     send: Callable[..., None]
     exit_code: int | None = None
-    status: str | None = None  # the answer to the last query
+    status: str | None = None  # the answer to the last query, if there is one
 
 
 @dataclass(eq=False)
@@ -243,7 +246,7 @@ class _StopRequest:
 
 @dataclass(frozen=True)
 class _Failure:
-    member: _Member
+    member: Member
     text: str
     report: str
     code: int = 1
@@ -261,7 +264,7 @@ class _Hub:
         self._backlog = min(world + _MAX_UNAUTHENTICATED, 4096)  # if it is full, a connection is retried after seconds
         self._socket = socket.create_server((interface, 0), family=family, backlog=self._backlog, dualstack_ipv6=dual_stack)
         self.port: int = self._socket.getsockname()[1]
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, Member] = {}
         self._failures: list[_Failure] = []
         self._stop_requests: dict[int, _StopRequest] = {}
         self._unauthenticated = 0
@@ -293,7 +296,7 @@ class _Hub:
         finally:
             writer.close()
 
-    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Member | None:
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member | None:
         """Return the rank of a connection, or None without the token."""
         self._unauthenticated += 1
         try:
@@ -308,7 +311,7 @@ class _Hub:
             return None
         finally:
             self._unauthenticated -= 1
-        member = self._members[rank] = _Member(rank, name, partial(_send, writer.write))
+        member = self._members[rank] = Member(rank, name, partial(_send, writer.write))
         for number in self._stop_requests:
             member.send(hold=number)
         for other in self._members.values() if len(self._members) == self._world else ():
@@ -320,7 +323,7 @@ class _Hub:
         missing = set(range(self._world)).difference(list(self._members))
         return f"{len(missing)} of {self._world} ranks: {format_ranges(missing)}"
 
-    def _process(self, member: _Member, message: dict[str, Any]) -> None:
+    def _process(self, member: Member, message: dict[str, Any]) -> None:
         if "failed" in message:
             report = _format_failure(member.name, message["report"])
             code, at_once = message["code"] or 1, message.get("at_once", False)
@@ -347,7 +350,7 @@ class _Hub:
         if sum(member.exit_code is not None for member in self._members.values()) == self._world:
             self._done.set()
 
-    async def query_status(self, timeout: float) -> "dict[int, RankStatus]":
+    async def query_status(self, timeout: float) -> dict[int, Member]:
         members = [member for member in self._members.values() if member.exit_code is None]
         for member in members:
             member.status = None
@@ -355,7 +358,7 @@ class _Hub:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and any(member.status is None for member in members):
             await asyncio.sleep(0.02)
-        return {member.rank: RankStatus(member.name, member.status) for member in members}
+        return {member.rank: member for member in members}
 
     def _record_failure(self, failure: _Failure) -> None:
         self._failures.append(failure)
@@ -395,11 +398,91 @@ def _reject_request(request: str) -> NoReturn:
     raise LaunchError(f"{request} stops this rank, but not the others without a watchdog; initialize by hpcai.dist.start")
 
 
-class RankStatus(NamedTuple):
-    """A connected rank: ``name`` contains its host, and ``status`` is its answer, None without one."""
+# ---- waits
 
-    name: str
-    status: str | None
+
+class _Heartbeat:
+    """Counts of finished steps and batches of evaluations. It is global, since a process has one run at a time."""
+
+    beats = 0
+    attended = False  # a person is at the terminal: no wait is reported, and the main thread handles signals
+    pauses = 0  # above 0 while this rank waits for ranks with watchdogs of their own
+
+
+HEARTBEAT = _Heartbeat()
+
+
+class _Wait:
+    """A wait of the main thread; ``lost``: whether a rank does not answer."""
+
+    def __init__(self, place: Callable[[], str], is_work: bool) -> None:
+        self.place, self.is_work, self.signal = place, is_work, 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.start, self.beats, self.reports, self.lost = time.monotonic(), HEARTBEAT.beats, 0, False
+
+
+_waits: list[_Wait] = []  # of the main thread, the innermost last
+_monitors: list[threading.Thread] = []
+
+
+@contextmanager
+def waiting_at(place: str | Callable[[], str], is_work: bool = False) -> Iterator[None]:
+    """Context manager around calls of the main thread that wait for others. After ten seconds without a step a thread reports the
+    wait. It ends the job by a signal that the main thread cannot handle: before training begins at once, later if it has reported.
+
+    ``place``: The name of the wait; without one only a rank that does not answer is reported, or a long start. ``is_work``: The
+    ranks may be at work, which a signal should not interrupt: it ends the wait only if a rank does not answer.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if not (_monitors and _monitors[-1].is_alive()):  # it does not survive a fork
+        _monitors[:] = [threading.Thread(target=_monitor, name="hpcai-waits", daemon=True)]
+        _monitors[-1].start()
+    _waits.append(_Wait(place if callable(place) else lambda: place, is_work))
+    try:
+        yield
+    finally:
+        _waits.pop()
+        for outer in _waits[-1:]:
+            outer.restart()
+
+
+def _monitor() -> None:
+    wait: _Wait | None = None
+    while True:
+        number = receive_signal(0.1 if wait and wait.signal else min(0.5, FIRST_REPORT / 4))
+        wait, now = next(iter(_waits[-1:]), None), time.monotonic()
+        if wait is None or HEARTBEAT.attended:
+            continue
+        if wait.signal and (is_starting() or (wait.lost if wait.is_work else wait.reports)):
+            place, code = wait.place(), 130 if wait.signal == signal.SIGINT else REQUEUE
+            text = f"{signal.Signals(wait.signal).name} ended the wait{place and f' at {place}'}"
+            abort_job(text, text, code)
+        wait.signal = wait.signal or number
+        if wait.beats != HEARTBEAT.beats:
+            wait.restart()
+        elif now - wait.start >= FIRST_REPORT + NEXT_REPORT * wait.reports:
+            wait.reports += 1
+            with suppress(RuntimeError, TimeoutError):  # the hub has ended
+                wait.lost = report_wait(now - wait.start)
+
+
+def describe_main_thread() -> str:
+    """Return the named wait of the main thread, or its location."""
+    place = _waits[-1].place() if _waits else ""
+    return f"at {place}" if place else f"in {location(sys._current_frames()[threading.main_thread().ident or 0])}"
+
+
+def location(frame: FrameType) -> str:
+    """Return the innermost function of a stack, and the innermost one of this project that called it."""
+    stack = traceback.extract_stack(frame)[::-1]
+    texts = [f"{f.name} ({'/'.join(Path(f.filename).parts[-3:])}:{f.lineno}: {f.line})" for f in stack]
+    foreign = ("site-packages", "dist-packages", os.path.dirname(threading.__file__))
+    ours = [text for f, text in zip(stack[1:], texts[1:]) if not any(place in f.filename for place in foreign)]
+    return ", called by ".join([texts[0], *ours[:1]])
 
 
 _status: list[Callable[[], str]] = [describe_main_thread]
@@ -410,8 +493,8 @@ def set_status(function: Callable[[], str]) -> None:
     _status[:] = [function]
 
 
-def query_status(timeout: float) -> dict[int, RankStatus]:
-    """Return the status of all connected ranks, on rank 0; empty on other ranks and outside of a job.
+def query_status(timeout: float) -> dict[int, Member]:
+    """Return all connected ranks with their ``status``, on rank 0; empty on other ranks and outside of a job.
 
     A rank answers while it waits in a collective. It does not answer within ``timeout`` seconds if its process is stopped, or if
     a long C call holds its interpreter lock.
@@ -425,8 +508,8 @@ def report_wait(seconds: float) -> bool:
     """Report a wait of the main thread: rank 0 the places of all ranks, others if it does not answer. Return whether a rank does
     not answer."""
     places: dict[str, list[int]] = {}
-    for rank, status in query_status(_ANSWER_TIMEOUT).items():
-        places.setdefault(status.status or _NO_ANSWER, []).append(rank)
+    for rank, member in query_status(_ANSWER_TIMEOUT).items():
+        places.setdefault(member.status or _NO_ANSWER, []).append(rank)
     if not places:
         if _active and _active[0].hub_answers():
             return False
@@ -453,9 +536,6 @@ def abort_job(text: str, report: str, code: int = 1) -> NoReturn:
         watchdog.report_and_exit(text, report, code, at_once=code != 1)
     report_failure(f"error: {report}")
     exit_now(code)
-
-
-handlers[:] = [Handlers(report_wait, abort_job)]
 
 
 def run_with_timeout(seconds: float, function: Callable[[], object]) -> None:

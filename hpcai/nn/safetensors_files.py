@@ -1,7 +1,8 @@
 """Lazy reading of tensors in safetensors files, and folders of such files with an index."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,12 @@ from torch import Tensor
 from hpcai.errors import CheckpointError
 from hpcai.json_file import check_fields, check_relative, read_object
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGN = 4096  # a header is padded to whole pages
 
 Box = tuple[slice, ...]  # one slice for each dim
 
@@ -148,17 +154,23 @@ def read_full(tensor: Lazy) -> Tensor:
     return tensor[(slice(None),) * len(tensor.size)].contiguous()
 
 
+def encode_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], **entries: Any) -> bytes:
+    """Return the beginning of a file that holds ``tensors`` (dtype and shape by name) one after another: a length, and JSON of
+    ``entries`` and tensors, padded to whole pages."""
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_tensors(path: Path, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
     """Write a safetensors file, with one tensor at a time in memory; ``tensors`` is called twice, first for their sizes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors():
-        dtype = {value: key for key, value in _DTYPES.items()}[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header = encode_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors()}, __metadata__={"format": "pt"})
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for _, tensor in tensors():
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 

@@ -11,25 +11,25 @@ from hpcai.plan.step_trace import Communication, Event, Kernel
 class Cost:
     """Seconds of a step on one rank. The parts add up to ``seconds``."""
 
-    seconds: float
-    compute_bound: float
+    seconds: float = 0.0
+    compute_bound: float = 0.0
     """of kernels that are bound by FLOP"""
-    memory_bound: float
+    memory_bound: float = 0.0
     """of kernels that are bound by memory bandwidth"""
-    launches: float
+    launches: float = 0.0
     """in addition: launches of kernels"""
-    exposed_communication: float
+    exposed_communication: float = 0.0
     """of communication that is not overlapped with computation"""
-    sent: float
+    sent: float = 0.0
     """bytes"""
-    messages: float
+    messages: float = 0.0
     idle: float = 0.0
     """of pipeline bubbles"""
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
 
-    def scaled(self, factor: float) -> "Cost":
+    def __rmul__(self, factor: float) -> "Cost":
         return Cost(*(factor * value for value in vars(self).values()))
 
 

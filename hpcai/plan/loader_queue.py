@@ -2,91 +2,71 @@
 
 import heapq
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
 
 def simulate_waits(
-    preparation: np.ndarray, step: float, workers: int, capacity: int, order: Literal["strict", "ready"], *, batch: int = 1,
-    epoch: int | None = None, ranks: int = 1,
+    preparation: np.ndarray, step: float, workers: int, capacity: int, *, batch: int = 1, ranks: int = 1,
 ) -> np.ndarray:  # fmt: skip
     """Return the seconds that each step of ``step`` seconds waits for its samples, which take ``preparation`` seconds each.
 
-    A batch is requested when the previous one is delivered. It is ready in strict order if all its samples are, and in ready order
-    if any ``batch`` samples of the epoch are, the lowest first. A step starts when all replicas have their samples.
+    A batch is requested when the previous one is delivered, and takes any ``batch`` samples that are ready (``data.order: ready``).
+    A step starts when all replicas have their samples.
 
     Args:
         workers: Each starts the next sample when it is idle and fewer than ``capacity`` samples are running or ready.
-        epoch: Batches of an epoch, None for all. Samples are delivered within their epoch, and those of the next are prefetched.
         ranks: Ranks of a model replica that prepare its samples in turn (``data.scatter``), each with its own workers.
 
     Shape: preparation [N] or [replicas, N] -> [N / batch]
     """
     rows = np.atleast_2d(np.asarray(preparation, float))
     steps = rows.shape[1] // batch
-    epoch = epoch or max(steps, 1)
     # Sample `slot` of batch `number` is prepared by rank (number + slot) % ranks, as in hpcai.data.scatter.
-    source = (np.arange(steps * batch) // batch % epoch + np.arange(steps * batch) % batch) % ranks
-    indices = [np.flatnonzero(source == m) for m in range(ranks)]
-    replicas = [[_Rank(row[samples].tolist(), workers, capacity, order == "strict") for samples in indices] for row in rows]
-    counts = np.stack([(source == m).reshape(steps, batch).sum(1) for m in range(ranks)], 1)  # [steps, ranks]
-    ends = counts.cumsum(0)[np.minimum((np.arange(steps) // epoch + 1) * epoch, steps) - 1]
+    source = (np.arange(steps)[:, None] + np.arange(batch)) % ranks  # [steps, batch]
+    samples = [np.flatnonzero(source == m) for m in range(ranks)]
+    replicas = [[_Rank(row[own].tolist(), workers, capacity) for own in samples] for row in rows]
+    counts = np.stack([(source == m).sum(1) for m in range(ranks)], 1)  # [steps, ranks]
     waits, requested, begun = np.empty(steps), 0.0, [0.0] * len(replicas)
-    for k, (each, last) in enumerate(zip(counts.tolist(), ends.tolist())):
+    for k, each in enumerate(counts.tolist()):
         for c, replica in enumerate(replicas):
-            times = (rank.take(begun[c], count, end) for rank, count, end in zip(replica, each, last) if count)
-            begun[c] = max(requested, *times)
+            begun[c] = max(requested, *(rank.take(begun[c], count) for rank, count in zip(replica, each) if count))
         waits[k] = max(begun) - requested
         requested = max(begun) + step
     return waits
 
 
 class _Rank:
-    """A rank that prepares its samples 0, 1, ... in order: the end of each running sample, and the ready samples."""
+    """A rank that prepares its samples in order: the ends of those that are prepared, and the number of ready ones."""
 
-    def __init__(self, seconds: Sequence[float], workers: int, capacity: int, strict: bool) -> None:
-        self.seconds, self.idle, self.capacity, self.strict = seconds, workers, capacity, strict
-        self.next = self.taken = 0
-        self.busy: list[tuple[float, int]] = []
-        self.ready: list[int] = []
+    def __init__(self, seconds: Sequence[float], workers: int, capacity: int) -> None:
+        self.seconds, self.idle, self.capacity = seconds, workers, capacity
+        self.next = self.ready = 0
+        self.busy: list[float] = []
         self._begin(0.0)
 
-    def take(self, now: float, count: int, end: int) -> float:
-        """Return the time at which ``count`` samples below ``end``, requested at ``now``, are ready."""
-        while self.busy and self.busy[0][0] <= now:
+    def take(self, now: float, count: int) -> float:
+        """Return the time at which ``count`` samples, requested at ``now``, are ready."""
+        while self.busy and self.busy[0] <= now:
             self._finish()
-        while (samples := self._available(count, end)) is None:
+        while self.ready < count:
             now = self._finish()
-        for _ in samples:
-            heapq.heappop(self.ready)
-        self.taken += count
+        self.ready -= count
         self.capacity += count
         self._begin(now)
         return now
 
-    def _available(self, count: int, end: int) -> list[int] | None:
-        samples = heapq.nsmallest(count, self.ready)
-        highest = self.taken + count if self.strict else end
-        return samples if len(samples) == count and samples[-1] < highest else None
-
     def _finish(self) -> float:
-        now, number = heapq.heappop(self.busy)
-        heapq.heappush(self.ready, number)
+        now = heapq.heappop(self.busy)
+        self.ready += 1
         self.idle += 1
         self._begin(now)
         return now
 
     def _begin(self, now: float) -> None:
         while self.idle and self.capacity > 0 and self.next < len(self.seconds):
-            heapq.heappush(self.busy, (now + self.seconds[self.next], self.next))
+            heapq.heappush(self.busy, now + self.seconds[self.next])
             self.next, self.idle, self.capacity = self.next + 1, self.idle - 1, self.capacity - 1
-
-
-def max_samples(workers: int, part: int, prefetch: float, sample: float) -> int:
-    """Return the samples of ``sample`` bytes that a rank holds or prepares within ``prefetch`` bytes, at least two local batches of
-    ``part`` samples and one for each worker."""
-    return max(2 * part + workers, int(prefetch // sample))
 
 
 def heavy_tail(random: np.random.Generator, count: int | tuple[int, ...]) -> np.ndarray:

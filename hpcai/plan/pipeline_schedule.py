@@ -36,7 +36,7 @@ class StageTrace:
 
 @dataclass
 class SequentialStages:
-    """Traces the stages of a rank in turn, in place of ``pipeline`` (``train.step.ForwardBackward``). ``hidden``: shape and dtype
+    """Traces the stages of a rank in turn, in place of ``pipeline`` (``train.step.SingleStage``). ``hidden``: shape and dtype
     of the output of all stages but the last; None: those of the first stage of this rank."""
 
     tracer: StepTracer
@@ -57,9 +57,6 @@ class SequentialStages:
             traced = self._trace_stage(run, stage)
             self.stages.append(StageTrace(*traced[:3], gradient_bytes, *traced[3:]))
         return [{}]
-
-    def forward(self, function: Any, batch: Any, around: Any) -> Any:
-        raise NotImplementedError("a plan does not evaluate")
 
     def _trace_stage(self, run: Callable[[int, Any], Tensor], stage: int) -> tuple[Trace, Trace, int, int, int]:
         last = stage == self.pipeline.count - 1

@@ -57,10 +57,6 @@ def _addmm_flops(_: Any, a: Any, b: Any, *__: Any, **___: Any) -> int:
     return 2 * math.prod(a) * b[-1]
 
 
-def _grouped_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    return 2 * math.prod(a) * b[-1]  # each row of the groups once: [R, I] x [E, I, O], or [I, R] x [R, O] -> [E, I, O]
-
-
 def _attention_flops(q: Any, k: Any, v: Any, _: float = 0.0, causal: bool = False, **__: Any) -> float:
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1]) * _causal_fraction(q, k, causal)
 
@@ -89,7 +85,8 @@ FLOP_FORMULAS: dict[Any, Any] = {
     torch.ops.aten._convolution: _conv_flops, torch.ops.aten.convolution_backward: _conv_backward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-    "_grouped_mm": _grouped_flops, "_varlen_attn": partial(_varlen_flops, False),
+    "_grouped_mm": partial(_addmm_flops, None),  # each row once: [R, I] x [E, I, O], or [I, R] x [R, O] -> [E, I, O]
+    "_varlen_attn": partial(_varlen_flops, False),
     "_varlen_attn_backward": partial(_varlen_flops, True),
 }  # fmt: skip
 """FLOP from the shapes of arguments, for operations that torch's counter lacks or overestimates: grouped convolutions, which it

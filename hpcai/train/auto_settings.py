@@ -48,7 +48,7 @@ def enable_float8(model: nn.Module, cfg: StepConfig, device: torch.device) -> li
             f"step.matmul is fp8, but {torch.cuda.get_device_name(device)} has no FP8 tensor cores "
             "(compute capability 8.9 or higher); set it to precision"
         )
-    tagged = [(name, part) for name, part, named in _tagged_modules(model, "float8") if named]
+    tagged = list(_float8_modules(model))
     linears = [(name, part) for name, part in tagged if isinstance(part, nn.Linear)]
     experts = [(name, part) for name, part in tagged if isinstance(part, Experts)]
     if not linears and not experts:
@@ -65,12 +65,12 @@ def enable_float8(model: nn.Module, cfg: StepConfig, device: torch.device) -> li
     return [f"step.matmul: {layers} use FP8{remark}"]
 
 
-def _tagged_modules(model: nn.Module, tag: str, name: str = "", tagged: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield each module with its name, and the value of its ``tag`` attribute, which descendants inherit."""
-    tagged = getattr(model, tag, tagged)
-    yield name, model, tagged
+def _float8_modules(model: nn.Module, name: str = "", inherited: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with a true ``float8`` attribute, which descendants inherit, and their names."""
+    if enabled := getattr(model, "float8", inherited):
+        yield name, model
     for child, part in model.named_children():
-        yield from _tagged_modules(part, tag, f"{name}.{child}".lstrip("."), tagged)
+        yield from _float8_modules(part, f"{name}.{child}".lstrip("."), enabled)
 
 
 def set_backend_flags(cfg: StepConfig, device: torch.device) -> list[str]:

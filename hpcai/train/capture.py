@@ -70,12 +70,12 @@ class Capture:
             return self.function(self._to_device(batch))
         if slot.batch is None:
             slot.runs += 1
-            inputs, reads, values = self._to_device(batch), _Reads(), []
-            watch = reads if slot.runs == 1 and self.traced else nullcontext()
-            slot.graph.warm_up(lambda: values.append(self._run(inputs, watch)))
-            if reads.first:
+            inputs, watch, values = self._to_device(batch), _Watch(), []
+            traced = watch if slot.runs == 1 and self.traced else nullcontext()
+            slot.graph.warm_up(lambda: values.append(self._run(inputs, traced)))
+            if watch.first_read:
                 self.close()
-                reason = f"{reads.first} makes the host wait for the device, which cannot be captured"
+                reason = f"{watch.first_read} makes the host wait for the device, which cannot be captured"
                 self._fall_back(reason, "keep it on the device (torch.where), or set step.capture=none")
             return _clone(values[0])  # since its memory belongs to the stream of the graph
         self._copy_batch(slot.batch, batch)
@@ -119,7 +119,7 @@ class Capture:
     def _record(self, slot: _Slot, batch: Any) -> _Slot | None:
         """Return the slot with a recorded graph, or None if the step cannot be captured."""
         static = tree_map(batch, lambda x: torch.empty_like(x, device=self.device).copy_(x) if isinstance(x, Tensor) else x)
-        last, rng_state, began = _Last(), rng.state(), time.perf_counter()
+        last, rng_state, began = _Watch(), rng.state(), time.perf_counter()
         try:
             with no_gc():
                 slot.values = slot.graph.capture(lambda: self._run(static, last if self.traced else nullcontext()))
@@ -184,27 +184,18 @@ def close_all() -> None:
 before_destroy_process_group.append(close_all)
 
 
-class _Reads(TorchDispatchMode):
-    """A dispatch mode that records the first operation by which the host reads a value from the device."""
-
-    first = ""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        if name in _SYNC_OPS and not self.first:
-            self.first = f"aten.{name} at {_format_line(_calling_line())}"
-        return function(*args, **(kwargs or {}))
-
-
-class _Last(TorchDispatchMode):
-    """A dispatch mode that records the last operation and its line. There are 100,000 of them in some steps: nothing is formatted
-    before it is needed, and no frame is kept, which would hold its tensors."""
+class _Watch(TorchDispatchMode):
+    """A dispatch mode that records the last operation, and the first by which the host reads a value from the device. There are
+    100,000 of them in some steps: nothing is formatted before it is needed, and no frame is kept, which would hold its tensors."""
 
     function: Any = None
     line: tuple[str, int] | None = None
+    first_read = ""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.function, self.line = function, _calling_line()
+        if (name := function.overloadpacket.__name__) in _SYNC_OPS and not self.first_read:
+            self.first_read = f"aten.{name} at {_format_line(self.line)}"
         return function(*args, **(kwargs or {}))
 
     def __str__(self) -> str:

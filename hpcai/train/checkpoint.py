@@ -26,7 +26,7 @@ from hpcai.config import Settings
 from hpcai.dist.collectives import all_reduce_, broadcast_from_first, broadcast_object, gather_distinct, gather_to_first
 from hpcai.dist.host import gc_disabled
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.dist.waiting import waiting_at
+from hpcai.dist.watchdog import waiting_at
 from hpcai.durable import fsync
 from hpcai.errors import CheckpointError
 from hpcai.nn.weights import PretrainedMixin

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError
 from hpcai.json_file import open_regular, read_regular
+from hpcai.nn.safetensors_files import encode_header
+from hpcai.schema import format_first_error
 from hpcai.train import shard_file
 from hpcai.train.shard_file import BLOCK, Block, Box, StoredBox
 
@@ -147,9 +149,7 @@ def _read_json(file: Path, schema: type[J]) -> J:
     except OSError as problem:
         raise DamagedError(f"{file.name} cannot be read ({type(problem).__name__})") from problem
     except ValidationError as problem:
-        first = problem.errors()[0]
-        location = ".".join(map(str, first["loc"][:3]))
-        raise DamagedError(f"{file.name} cannot be read ({location + ': ' if location else ''}{first['msg']})") from problem
+        raise DamagedError(f"{file.name} cannot be read ({format_first_error(problem)})") from problem
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -197,7 +197,7 @@ def export(
     ordered = sorted(sizes, key=lambda name: (name in frozen, -sizes[name][0].itemsize, name))
     ends = list(accumulate(math.prod(size) * dtype.itemsize for dtype, size in map(sizes.__getitem__, ordered)))
     with path.open("wb") as file:
-        file.write(shard_file.encode_header({name: sizes[name] for name in ordered}, __metadata__=run.about))
+        file.write(encode_header({name: sizes[name] for name in ordered}, __metadata__=run.about))
         portions = groupby(zip(ordered[: len(source)], ends), lambda pair: pair[1] // _EXPORT_BYTES)
         tensors = (tensor for _, some in portions for tensor in reader.read(source[name] for name, _ in some).values())
         for tensor in chain(tensors, (frozen[name] for name in ordered[len(source) :])):

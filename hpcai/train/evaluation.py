@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpcai.dist.collectives import all_reduce_min, broadcast_object, gather_distinct, gather_rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.dist.waiting import HEARTBEAT, waiting_at
+from hpcai.dist.watchdog import HEARTBEAT, waiting_at
 from hpcai.errors import ConfigError, DataError
 from hpcai.settings import AXES
 from hpcai.train.background import submit

@@ -33,7 +33,7 @@ from hpcai import __version__, log
 from hpcai.dist import watchdog
 from hpcai.dist.host import format_ranges
 from hpcai.dist.mesh import Mesh
-from hpcai.dist.waiting import HEARTBEAT, location
+from hpcai.dist.watchdog import HEARTBEAT, location
 from hpcai.errors import DataError, DivergedError
 from hpcai.json_file import read_object
 from hpcai.train import rng

@@ -16,7 +16,8 @@ from hpcai.dist.collectives import all_gather_numbers, all_reduce_, gather_disti
 from hpcai.dist.energy import RaplCounters
 from hpcai.dist.host import GpuCounters, ManualGC, check_power_cap, warm_up_collectives
 from hpcai.dist.mesh import Mesh
-from hpcai.dist.waiting import HEARTBEAT, waiting_at
+from hpcai.dist.step_boundary import StepBoundary
+from hpcai.dist.watchdog import HEARTBEAT, next_step_boundary, waiting_at
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import TrainConfig
@@ -28,7 +29,6 @@ from hpcai.train.metrics import MetricSums, Value, means
 from hpcai.train.profile import Profile
 from hpcai.train.run import Report, Result, Run
 from hpcai.train.schedule import make_lr_schedule
-from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
 from hpcai.train.step_clock import BETWEEN, Marks
 from hpcai.train.throughput import peak_flops
@@ -84,7 +84,8 @@ def fit(
     check_power_cap(step.mesh.device, cfg.power_cap)
     if not step.mesh.trains and evaluate is not None:
         run.flight_recorder.arm()
-        with StopSignals(step.mesh), run.flight_recorder.watch_hang(cfg.hang_after):  # training ranks agree on the stop
+        boundary = next_step_boundary(step.mesh.job.size)  # training ranks agree on the stop
+        with boundary.on_signals(), run.flight_recorder.watch_hang(cfg.hang_after):
             return Result(serve_evaluations(step, evaluate, validation), Progress())
     loader = data if hasattr(data, "epoch") else Batches(data)
     return _Training(step, loader, cfg, validation, evaluate, run).train()
@@ -149,13 +150,13 @@ class _Training:
         with (
             self.run.flight_recorder.watch_hang(self.cfg.hang_after, self._describe_state),
             self._explain_end(),
-            StopSignals(self.mesh) as signals,
+            next_step_boundary(self.mesh.job.size).on_signals() as boundary,
             ManualGC(self.cfg.collect_every) as self.collector,
             Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
         ):
             self._last_logged = (self.progress.step, self.progress.seen)
             self.clock.end_interval(1, [])
-            reason = ended if done else self._epochs(signals)
+            reason = ended if done else self._epochs(boundary)
             self.progress.ended = self.result.reason = reason
             if done:
                 self.reports.emit("note", step=self.progress.step, text=f"this run had ended: {reason}; nothing is left to do")
@@ -163,7 +164,7 @@ class _Training:
                 self._flush_reports()
                 self._save(final=True)
         if reason == "signal":
-            self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.cause}")
+            self.reports.emit("note", step=self.progress.step, text=f"stopped by {boundary.reason}")
         if not done:
             self._log_energy()
         parts = {part: seconds for part, seconds in self.clock.end_interval(1, [])[1].items() if part in BETWEEN}
@@ -189,7 +190,7 @@ class _Training:
                 self.reports.emit("stop", **where, reason="diverged", seconds=seconds, target_reached=False)
             raise
 
-    def _epochs(self, signals: StopSignals) -> str:
+    def _epochs(self, boundary: StepBoundary) -> str:
         startup.begin("first batch")
         while self.progress.step < self.steps:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
@@ -205,7 +206,7 @@ class _Training:
                     break
                 if self._target_reached():
                     return "target"
-                if signals.should_stop():
+                if boundary.should_stop():
                     return "target" if self._target_reached(wait=True) else "signal"
             else:
                 self.progress.epoch, self.progress.sample, self.progress.late = self.progress.epoch + 1, 0, []

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -23,15 +23,10 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from hpcai.dist.mesh import Axis
+from hpcai.nn.safetensors_files import DTYPES, encode_header
 
 BLOCK = 16 << 20
 """Bytes that have a SHA-256 together."""
-_ALIGN = 4096  # a header is padded to whole pages
-_DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-_DTYPES = {kind: dtype for dtype, kind in _DTYPE_NAMES.items()}
 _SHARD_KEY = re.compile(r"(.+)\[(\d+:\d+(?:,\d+:\d+)*)\]", re.DOTALL)  # name of a tensor, and the index range in each dim
 
 
@@ -88,18 +83,6 @@ def _rank_in(axes: Sequence[Axis]) -> int:
 # ---- writing
 
 
-def encode_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], **entries: Any) -> bytes:
-    """Return the beginning of a file that holds ``tensors`` (dtype and shape by name) one after another: a length, and JSON of
-    ``entries`` and tensors, padded to whole pages."""
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGN)
-    return len(text).to_bytes(8, "little") + text
-
-
 def write(path: Path, boxes: Sequence[Box], memory: Tensor, writer: int) -> dict[str, Any]:
     """Write ``boxes``, whose elements are in ``memory``, to a file, and wait for the disk. Return the index entry of the file."""
     header = encode_header({box.key: (box.tensor.dtype, box.tensor.shape) for box in boxes})
@@ -150,7 +133,7 @@ def list_tensors(file: str, header: bytes) -> Iterator[tuple[str, StoredBox]]:
             if {*map(type, (begin, *sizes))} != {int} or min((begin, *sizes)) < 0:
                 raise TypeError(f"{key!r} is no box")
             at = len(header)
-            yield shard[1] if shard else key, StoredBox(_DTYPES[entry["dtype"]], offsets, sizes, file, at + begin, at + end)
+            yield shard[1] if shard else key, StoredBox(DTYPES[entry["dtype"]], offsets, sizes, file, at + begin, at + end)
     except (LookupError, TypeError, AttributeError, RecursionError) as problem:
         raise ValueError(f"{type(problem).__name__}: {problem}") from problem
 

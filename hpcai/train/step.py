@@ -4,7 +4,7 @@ No step reads a value from the device: the host runs ahead, and a guard on the d
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +28,10 @@ from hpcai.train.replica_check import NEVER, ReplicaCheck
 from hpcai.train.step_clock import StepClock
 from hpcai.train.weight_averaging import WeightAverage
 
+if TYPE_CHECKING:
+    from hpcai.parallel.pipeline import Pipeline
+
 Loss = Callable[..., dict[str, Value]]
-
-
-class ForwardBackward(Protocol):
-    """The forward and backward passes of a model: ``SingleStage``, or the schedule of a pipeline, in which no rank has the full
-    model (``hpcai.parallel.pipeline.Pipeline``)."""
-
-    model: nn.Module
-    source: int
-    """the rank along the pipeline axis that has the outputs"""
-
-    def backward(self, measure: Callable[[Any, Any], Any], parts: Sequence[Any], autocast: Callable[[], Any]) -> list[Any]: ...
-
-    def forward(self, function: Callable[[Any, Any], Any], batch: Any, autocast: Callable[[], Any]) -> Any: ...
 
 
 class Step:
@@ -63,7 +53,7 @@ class Step:
 
     def __init__(
         self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, counts: Callable[[Any], Tensor] | None = None,
-        pipeline: ForwardBackward | None = None, graph: Callable[[], Graph] | None = None,
+        pipeline: "Pipeline | None" = None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
         startup.begin("network")
         fallback = cfg.capture == "auto"
@@ -97,7 +87,7 @@ class Step:
         stages = mesh["pipeline"].size
         if stages > 1 and pipeline is None:
             raise ConfigError(f"mesh.pipeline is {stages}, but the step has no pipeline; give pipeline=Pipeline(model, mesh)")
-        self.pipeline: ForwardBackward = pipeline if pipeline is not None and stages > 1 else SingleStage(self.model, self.reducer)
+        self.pipeline = pipeline if pipeline is not None and stages > 1 else SingleStage(self.model, self.reducer)
         self._passes = ("pipeline", "pipeline") if self.pipeline is pipeline else ("forward", "backward")
         self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._per_sample if each else self._forward_backward
         self._weight = 1.0 / (cfg.accumulate * mesh["replicate"].size)
@@ -283,8 +273,9 @@ class Step:
 
 
 class SingleStage:
-    """Forward and backward passes through a full model. The schedule of a pipeline has the same methods. ``autocast()`` returns a
-    context manager for computations of the model."""
+    """Forward and backward passes through a full model. The schedule of a pipeline, in which no rank has the full model, has the
+    same methods. ``autocast()`` returns a context manager for computations of the model. ``source``: The rank along the pipeline
+    axis that has the outputs."""
 
     def __init__(self, model: nn.Module, reducer: Any = None) -> None:
         self.model, self.reducer, self.source = model, reducer, 0

@@ -68,7 +68,7 @@ class StorageTracer(StepTracer):
 @contextmanager
 def trace_job(cfg: Config, world: int) -> Iterator[StepTracer]:
     """A tracer of rank 0 of ``world`` on fake tensors; functions that read values, or that a CPU lacks, are replaced."""
-    micro = cfg.data.batch // (memory.MeshSizes.from_config(cfg, world).replicate * cfg.step.accumulate)
+    micro = cfg.data.batch // (memory._resolve_mesh(cfg, world).mesh.replicate * cfg.step.accumulate)
     size = micro, TOKENS // (cfg.mesh.tensor * cfg.mesh.context), cfg.model.width
     dtype = torch.bfloat16 if cfg.step.precision == "bf16-params" else torch.float32
 
@@ -151,7 +151,7 @@ def test_the_estimate_equals_the_memory_of_a_recorded_step(name: str) -> None:
     world, *overrides = CASES[name]
     cfg = load_config(*overrides)
     exact, between, peak = record_memory(cfg, world)
-    estimate = memory._estimate_rank(cfg, memory.MeshSizes.from_config(cfg, world), 0)  # the rank that is recorded
+    estimate = memory._estimate_rank(memory._resolve_mesh(cfg, world), 0)  # the rank that is recorded
     total = sum(estimate.values())
     state = sum(estimate[part] for part in ("weights", "gradients", "optimizer", "average", "adapters"))
     print(f"{name}: {100 * (total / (exact + peak - between) - 1):+.1f} %")
@@ -227,11 +227,11 @@ def test_a_run_that_does_not_fit_is_refused_with_settings_that_need_less() -> No
 @pytest.mark.parametrize("name", ["lamb", "adamw", "sgd", "lars", "muon"])
 def test_the_estimate_of_optimizer_state_is_exact(name: Any, low_precision: bool) -> None:
     overrides = [f"step.optimizer={name}", f"step.precision={'bf16-params' if low_precision else 'fp32'}", "step.moments=bf16"]
-    cfg = load_config(*overrides, "step.momentum=0.9")
+    cfg = load_config(*overrides, "step.momentum=0.9", "mesh.replicate=1")
     model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16 if low_precision else torch.float32)
     states = Optimizer([as_flat_parameter("layers.0.weight", model.weight, True, ())], cfg.step).states
     tensors = [x for s in states for x in (s._master, getattr(s, "direction", None), *s.moments.values()) if x is not None]
-    estimate = memory._state_bytes(cfg, memory.MeshSizes(1, 1, 1, 1), 64 * 32, trained=True)
+    estimate = memory._state_bytes(cfg, 64 * 32, trained=True)
     assert estimate["optimizer"] == sum(x.nbytes for x in tensors) > 0
 
 
@@ -267,6 +267,6 @@ def test_a_published_configuration_has_the_model_of_its_name_and_fits(name: str)
     free = {name: getattr(cfg.model, name) for name in ("positions", "recompute", "deviation")}
     assert cfg.model == LLMConfig.preset(preset, **free)
     assert estimated_bytes(cfg, world) <= 0.92 * capacity
-    sizes = memory.MeshSizes.from_config(cfg, world)
+    sizes = memory._resolve_mesh(cfg, world).mesh
     assert cfg.data.batch % (sizes.replicate * cfg.step.accumulate) == 0 and cfg.model.layers % sizes.pipeline == 0
     assert memory.row_tokens(cfg) % (sizes.tensor * sizes.context) == 0

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from apps.llm.benchmarks import Benchmark, BenchmarkConfig
-from apps.llm.settings import DataConfig
+from apps.llm.benchmarks import Benchmark
+from apps.llm.settings import Config, DataConfig
 from hpcai import dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
@@ -218,7 +218,7 @@ def train_model(model: LLM) -> Step:
 def test_the_reference_of_bench_llm_has_the_same_loss(kind: str, documents: str) -> None:
     benchmark, model = Benchmark(), build_model(kind).double().train()
     rows = DataConfig(batch=2, evaluation_batch=2, workers=1, documents=documents)
-    cfg = BenchmarkConfig(model=model.cfg, data=rows)
+    cfg = Config(model=model.cfg, data=rows)
     batch: Any = benchmark.random_batch(cfg, range(2), torch.device("cpu"))
     assert (batch.documents is not None) == (documents == "apart")
     with patch.object(modeling_llama, "torch", torch):  # both libraries compute frequencies in float32

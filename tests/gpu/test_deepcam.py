@@ -49,8 +49,8 @@ def test_captured_is_eager(precision: str) -> None:
 @cuda_only
 @pytest.mark.timing
 def test_batch_norm_with_its_rectifier_is_faster_than_torchs_two_operations() -> None:
-    from hpcai.cli.bench import gpu_clocks, gpu_kernels
+    from hpcai.cli.bench import gpu_kernels, timing
 
-    options = SimpleNamespace(tiny=False, repeats=7, variants=["ours", "plain"], rates=gpu_clocks.peak_rates(DEVICE))
+    options = SimpleNamespace(tiny=False, repeats=7, variants=["ours", "plain"], rates=timing.peak_rates(DEVICE))
     rows = [row for row in gpu_kernels.measure("batchnorm-middle", options) if row["dtype"] == "bfloat16"]
     assert [row["form"] for row in rows] == options.variants and rows[1]["over_ours"] > 1, rows

@@ -100,8 +100,8 @@ def test_casts_and_products_are_captured_without_waiting_and_an_infinity_shows()
 @cuda_only
 @pytest.mark.timing
 def test_casts_run_at_the_speed_of_memory() -> None:
-    from hpcai.cli.bench import gpu_clocks, gpu_kernels
+    from hpcai.cli.bench import gpu_kernels, timing
 
-    options = SimpleNamespace(tiny=False, repeats=7, variants=["ours"], rates=gpu_clocks.peak_rates(DEVICE))
+    options = SimpleNamespace(tiny=False, repeats=7, variants=["ours"], rates=timing.peak_rates(DEVICE))
     rows = [row for name in ("float8-tokens", "float8-activations") for row in gpu_kernels.measure(name, options)]
     assert all(row["graph"] and row["of_copy"] >= 0.6 for row in rows), rows

@@ -132,7 +132,7 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 @cuda_only
 @pytest.mark.timing
 def test_a_captured_step_of_small_operations_is_faster_and_leaves_no_gaps() -> None:
-    from hpcai.cli.bench import gpu_clocks
+    from hpcai.cli.bench import timing
 
     seconds, traces = {}, {}
     x = torch.randn(1, 64, 64, device=DEVICE)
@@ -144,17 +144,17 @@ def test_a_captured_step_of_small_operations_is_faster_and_leaves_no_gaps() -> N
         def run(i: int, step: Step = step) -> None:
             step(x)
 
-        gpu_clocks.time_window(run, 10)
-        seconds[capture], traces[capture] = statistics.median(gpu_clocks.time_window(run, 50)), gpu_clocks.profile(run, 20)
+        timing.time_window(run, 10)
+        seconds[capture], traces[capture] = statistics.median(timing.time_window(run, 50)), timing.profile(run, 20)
     assert seconds["none"] >= 1.5 * seconds["whole"] and traces["whole"]["gaps_percent"] < 1.0, (seconds, traces)
 
 
 @cuda_only
 @pytest.mark.timing
 def test_the_update_runs_at_the_speed_of_memory() -> None:
-    from hpcai.cli.bench import gpu_clocks, gpu_kernels
+    from hpcai.cli.bench import gpu_kernels, timing
 
-    options = SimpleNamespace(tiny=False, repeats=7, variants=["ours", "torch"], rates=gpu_clocks.peak_rates(DEVICE))
+    options = SimpleNamespace(tiny=False, repeats=7, variants=["ours", "torch"], rates=timing.peak_rates(DEVICE))
     rows = [row for row in gpu_kernels.measure("adam-93-million", options) if "left_out" not in row]
     assert all(row["of_copy"] >= 0.85 for row in rows if row["form"] == "ours"), rows
     assert all(row["over_ours"] >= 1.0 for row in rows), rows

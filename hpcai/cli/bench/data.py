@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -151,27 +151,24 @@ class _H5pyDataset(Dataset[Any]):
         return {"values": self.files[path]["values"][row]}
 
 
-@contextmanager
-def _hpcai_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
+def _hpcai_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Any]:
     rows = Rows(folder, {"values": (dtype, shape)}, reader="direct")
     kwargs: Any = {"workers": threads, "last_batch": "keep", "prefetch": 64 * MIB}
     with Loader(Samples(rows, len(rows)), 1, dist.single_process(), name="bench", **kwargs) as loader:
-        yield loader.epoch(0)
+        yield from loader.epoch(0)
     rows.close()
 
 
-@contextmanager
-def _torch_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
+def _torch_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Any]:
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     generator = torch.Generator().manual_seed(0)
-    yield DataLoader(_H5pyDataset(folder), 1, shuffle=True, num_workers=threads, generator=generator)
+    yield from DataLoader(_H5pyDataset(folder), 1, shuffle=True, num_workers=threads, generator=generator)
 
 
-@contextmanager
-def _h5py_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
+def _h5py_loader(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Any]:
     """Yield arrays in order, without batches."""
     data = _H5pyDataset(folder)
-    yield (data[index] for index in range(len(data)))
+    return (data[index] for index in range(len(data)))
 
 
 _LOADERS = {"ours": _hpcai_loader, "torch DataLoader": _torch_loader, "h5py alone": _h5py_loader}
@@ -187,8 +184,8 @@ def _peers(folder: Path, args: Any) -> list[Row]:
             for name in [*_LOADERS] * args.repeats:
                 for path in data.iterdir():
                     evict(path)
-                with _Clock(count * size) as clock, _LOADERS[name](data, shape, dtype, args.threads) as batches:
-                    count_read = sum(1 for _ in batches)
+                with _Clock(count * size) as clock:
+                    count_read = sum(1 for _ in _LOADERS[name](data, shape, dtype, args.threads))
                 if count_read != count:
                     raise HpcaiError(f"{name} gave {count_read} batches of one sample, expected {count}")
                 clocks[name].append(clock)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hpcai import dist
-from hpcai.cli.bench import gpu_clocks as clocks
+from hpcai.cli.bench import timing
 from hpcai.cli.bench.timing import Row, make_parser, parse_parts, print_tables, run_in_subprocess
 
 PARTS = {"apps": "gpu_steps", "kernels": "gpu_kernels"}
@@ -68,7 +68,7 @@ def _check_names(parser: Any, kind: str, names: Sequence[str] | None, known: Any
 
 def _measure_here(args: Any, part_of_case: dict[str, str]) -> Row:
     """Measure the requested cases in this process."""
-    facts = clocks.device_info(dist.single_process().device)
+    facts = timing.device_info(dist.single_process().device)
     result: Row = {"bench": "gpu", "part": " ".join(args.parts), **facts, "tiny": args.tiny, "rows": []}
     args.rates = {name: result[name] for name in ("matrix_tflops", "copy_gb_s")}
     for name in args.case:

@@ -1,14 +1,6 @@
 """Each kernel compared with its peers, at the sizes of the published networks.
 
-A row is one implementation at one size in one dtype:
-
-    forward_ms, both_ms  a call, and a call with its backward pass: averaged over many in a CUDA graph, without Python's launch
-                         overhead. Inputs change between calls, so that they come from memory and not from the GPU's cache
-    graph                false if an implementation cannot be captured; its time then includes launches
-    of_copy              bandwidth as a share of the GPU's copy rate: the bytes that must be moved (each input and output once; in
-                         a backward pass inputs, result and their gradients) over the time of the last of these
-    over_ours            the time of the last of these over that of ours
-
+A row is one implementation at one size in one dtype; docs/benchmarks.md ("One GPU") lists its columns.
 A new kernel is one more ``Kernel`` in ``KERNELS``, with its sizes in gpu_kernels.toml.
 """
 
@@ -25,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.cli.bench import gpu_clocks as clocks
+from hpcai.cli.bench import timing
 from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
 from hpcai.kernels import attention, float8, fused_optimizer, gates, layernorm, outer_product, philox, triangle_multiplication
@@ -386,9 +378,9 @@ def compare(name: str, kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype
         except LeftOutError as reason:
             row["left_out"] = str(reason)
         except Exception as error:  # any: the other implementations continue
-            row["failed"] = clocks.describe_error(error)
+            row["failed"] = timing.describe_error(error)
         finally:
-            clocks.free_memory()
+            timing.free_memory()
         yield row
 
 
@@ -434,10 +426,10 @@ def seconds_per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tup
     """
     if not torch.cuda.is_available():
         call(0)
-        return max(statistics.median(clocks.time_window(call, 2)), 1e-9), False
+        return max(statistics.median(timing.time_window(call, 2)), 1e-9), False
     for i in range(2 * sets):
         call(i)
-    estimate = statistics.median(clocks.time_window(call, max(5, sets)))
+    estimate = statistics.median(timing.time_window(call, max(5, sets)))
     count = sets * max(1, min(round(_GRAPH_S / max(estimate, 1e-6) / sets), 200 // sets))
     graph = CudaGraph(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
@@ -449,9 +441,9 @@ def seconds_per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tup
         graph.warm_up(calls)
         graph.capture(calls)
     except RuntimeError:
-        return statistics.median(statistics.mean(clocks.time_window(call, 2 * count)) for _ in range(repeats)), False
+        return statistics.median(statistics.mean(timing.time_window(call, 2 * count)) for _ in range(repeats)), False
     try:
-        clocks.time_window(lambda i: graph.replay(), 3)
-        return statistics.median(s for _ in range(repeats) for s in clocks.time_window(lambda i: graph.replay(), 5)) / count, True
+        timing.time_window(lambda i: graph.replay(), 3)
+        return statistics.median(s for _ in range(repeats) for s in timing.time_window(lambda i: graph.replay(), 5)) / count, True
     finally:
         graph.reset()

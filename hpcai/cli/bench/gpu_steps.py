@@ -1,24 +1,7 @@
 """The complete training step of each app at its published configurations: forward, backward, clipping, guard and update.
 
-A row is one variant of one case. Steps cycle through several different batches on the device.
-
-    ms, samples_s      median over windows of steps without host synchronization; ``spread_percent`` from the fastest to the slowest
-                       window, ``each_ms`` of batches that differ
-    ready_s            time before that: compilation, capture, cuDNN's algorithm selection
-    host_ms            time in which Python launches a step, from an empty queue. A step with more launches than the queue holds
-                       (about a thousand) includes a wait for the GPU
-    gaps_percent       share of the step in which the GPU is idle for more than 20 us; ``idle_percent``: for any time
-    tflops, of_rate    by ``gpu_clocks.count_flops``, and as a share of the measured bfloat16 matrix rate
-    peak_gb            memory of tensors, graphs included; ``graphs_gb``: of the graphs' private pools
-    joules_per_sample  by the GPU's energy counter
-    loss, finite       of the first step, the same for all variants up to rounding; whether all steps were finite, since NaN draws
-                       less power
-    loader_samples_s   with the app's own loader reading files; ``loader_lost_percent``: relative to batches on the device
-    published, over    a published rate per GPU of a job, and ours over it. ``published_by`` names the job, which also had to wait
-                       for other ranks and a loader
-    asked              our target for one H200
-
-Weights hardly change: the learning rate is a thousandth of the published one.
+A row is one variant of one case; docs/benchmarks.md ("One GPU") lists its columns. Steps cycle through several different batches on
+the device. Weights hardly change: the learning rate is a thousandth of the published one.
 """
 
 import inspect
@@ -37,7 +20,7 @@ import torch
 
 from hpcai import config, dist
 from hpcai.cli import apps
-from hpcai.cli.bench import gpu_clocks as clocks
+from hpcai.cli.bench import timing
 from hpcai.cli.bench.timing import Row, synchronize
 from hpcai.cli.benchmarks import Case, Workload, find_workload
 from hpcai.data import Endless
@@ -88,18 +71,18 @@ class StepBenchmark:
             with _restore_backend_flags():
                 return head | self._measure(variant)
         except Exception as error:  # any: the other variants continue
-            return {**head, "failed": clocks.describe_error(error)}
+            return {**head, "failed": timing.describe_error(error)}
         finally:
             if self.on_gpu:
                 close_all()
                 torch._dynamo.reset()  # its compiled code keeps the model alive
-            clocks.free_memory()
+            timing.free_memory()
 
     def settings(self, variant: str, step_variant: Sequence[str] = ()) -> Any:
         tiny = (*_TINY, *self.workload.tiny) if self.args.tiny else ()
         path = Path(inspect.getfile(type(self.workload))).parent / "configs" / self.case.yaml
-        overrides = (*self.case.overrides, *tiny, *_BASE_OVERRIDES, *self.case.base_overrides, *VARIANTS[variant], *step_variant)
-        return self.workload.complete_settings(config.load(self.workload.published_settings, path, overrides))
+        overrides = (*_BASE_OVERRIDES, *self.case.overrides, *tiny, *VARIANTS[variant], *step_variant)
+        return self.workload.complete_settings(config.load(self.workload.settings, path, overrides))
 
     @cached_property
     def batches(self) -> list[Any]:
@@ -115,17 +98,17 @@ class StepBenchmark:
         try:
             with _restore_backend_flags():
                 step, variants = self.workload.build_step(self.settings("eager"), self.mesh), len(self.case.step_variants)
-                return sum(clocks.count_flops(partial(step._gradients, batch)) for batch in self.batches[:variants]) / variants
+                return sum(timing.count_flops(partial(step._gradients, batch)) for batch in self.batches[:variants]) / variants
         except Exception as error:  # any: the times are still valid
-            return f"not counted: {clocks.describe_error(error)}"
+            return f"not counted: {timing.describe_error(error)}"
         finally:
-            clocks.free_memory()
+            timing.free_memory()
 
     def _measure(self, variant: str) -> Row:
         cfg, batches, variants, flops = self.settings(variant), self.batches, len(self.case.step_variants), self.flops
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        graphs_before = clocks.graph_bytes()
+        graphs_before = timing.graph_bytes()
         start = time.perf_counter()
         step, lr = self.workload.build_step(cfg, self.mesh), 1e-3 * cfg.step.lr
         with self.workload.context(self.workload.available_switches(cfg, self.mesh)):
@@ -141,7 +124,7 @@ class StepBenchmark:
             row: Row = {"ready_s": round(time.perf_counter() - start, 2), "loss": loss}
             count = variants  # steps of a window, a multiple of the step variants: fewer if a step is long
             if self.on_gpu:
-                step_s = statistics.mean(clocks.time_window(run, variants))
+                step_s = statistics.mean(timing.time_window(run, variants))
                 count = max(min(STEPS, int(WINDOW_S / step_s)) // variants, 1) * variants
             windows, joules = self._time_windows(run, count, cfg.data.batch)
             host = []
@@ -151,11 +134,11 @@ class StepBenchmark:
                 run(i)
                 host.append(time.perf_counter() - launched)
             synchronize()
-            profile = clocks.profile(run, max(3, variants))
+            profile = timing.profile(run, max(3, variants))
             row |= self._rate_row(windows, cfg.data.batch, flops) | {"host_ms": round(1e3 * statistics.mean(host), 3)}
             row |= {"joules_per_sample": joules, **profile}
             if self.on_gpu:
-                peak, graph_bytes = torch.cuda.max_memory_allocated(), clocks.graph_bytes() - graphs_before
+                peak, graph_bytes = torch.cuda.max_memory_allocated(), timing.graph_bytes() - graphs_before
                 row |= {"peak_gb": round(peak / 1e9, 3), "graphs_gb": round(graph_bytes / 1e9, 3)}
             if variant in _LOADER_VARIANTS or not self.on_gpu:
                 last_variant = [s for window in windows for s in window[variants - 1 :: variants]]
@@ -169,7 +152,7 @@ class StepBenchmark:
         before, start = gpu.read().get("energy_j"), time.perf_counter()
         windows: list[list[float]] = []
         while len(windows) < self.args.repeats or (self.on_gpu and time.perf_counter() - start < ENERGY_S):
-            windows.append(clocks.time_window(run, count))
+            windows.append(timing.time_window(run, count))
             if len(windows) > 1 and time.perf_counter() - start > self.args.seconds:
                 break
         after = gpu.read().get("energy_j")
@@ -225,7 +208,7 @@ class StepBenchmark:
                 synchronize()
                 s = (time.perf_counter() - start) / count
         except Exception as error:  # any: the results without files are still valid
-            return {"loader": f"failed: {clocks.describe_error(error)}"}
+            return {"loader": f"failed: {timing.describe_error(error)}"}
         return {"loader_samples_s": round(batch / s, 3), "loader_lost_percent": round(100 * (1 - resident_s / s), 2)}
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpcai.dist.watchdog import RankStatus
+    from hpcai.dist.watchdog import Member
 
 _GRACE = 4.0  # seconds that other ranks give rank 0 to report
 _ANSWER_TIMEOUT = 1.5  # seconds to wait for a reply
@@ -64,7 +64,7 @@ class Deadline:
         watchdog.abort_job(text, f"hpcai doctor: {text}")
 
 
-def describe_lagging(answers: "Mapping[int, RankStatus]", world: int | None = None) -> str:
+def describe_lagging(answers: "Mapping[int, Member]", world: int | None = None) -> str:
     """Describe the ranks of ``world`` that have not connected, the unresponsive ones, and those at an earlier stage."""
     from hpcai.dist.host import format_ranges
 

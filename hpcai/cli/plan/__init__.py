@@ -81,7 +81,7 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def job_row(job: "Job", on: Machine) -> Row:
-    step, peak, lean, _ = job.fit
+    step, peak, _, lean = job.fit
     return {
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.capacity / 1e9,
         "lean": list(lean), "step_s": job.seconds, "kernels_s": step.compute_bound + step.memory_bound,

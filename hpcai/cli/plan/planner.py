@@ -6,8 +6,8 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, reduce
 from itertools import accumulate, pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -26,7 +26,7 @@ from hpcai.parallel import data_parallel
 from hpcai.parallel.pipeline_stages import balanced_split
 from hpcai.plan import machines
 from hpcai.plan.cost import Cost, estimate_cost
-from hpcai.plan.loader_queue import max_samples, simulate_waits
+from hpcai.plan.loader_queue import simulate_waits
 from hpcai.plan.machines import Machine
 from hpcai.plan.pipeline_schedule import Pass, SequentialStages, StageTrace, peak_memory, simulate_schedule
 from hpcai.plan.step_trace import Communication, Event, StepTracer, Trace, traced_job
@@ -58,9 +58,9 @@ class Fit(NamedTuple):
 
     step: Cost
     peak: float
-    memory_savings: Overrides
-    held: float = 0.0
+    held: float
     """bytes of tensors between steps"""
+    memory_savings: Overrides = ()
 
 
 class Recorded(NamedTuple):
@@ -97,13 +97,10 @@ class Job:
 
 
 class Planner:
-    """Predicts trainings of an app, with the settings ``overrides`` and ``yaml``. Steps are recorded once for each split.
+    """Predicts trainings of an app, with the settings ``overrides`` and ``yaml``. Steps are recorded once for each split."""
 
-    ``kernels``: Record GPU kernels, not the operations of a CPU.
-    """
-
-    def __init__(self, name: str, overrides: Overrides = (), yaml: str | Path | None = None, kernels: bool = True) -> None:
-        self.name, self.training, self.overrides, self.kernels = name, find_training(name), tuple(overrides), kernels
+    def __init__(self, name: str, overrides: Overrides = (), yaml: str | Path | None = None) -> None:
+        self.name, self.training, self.overrides = name, find_training(name), tuple(overrides)
         self._default_yaml = Path(inspect.getfile(type(self.training))).parent / "configs" / self.training.yaml
         self.yaml = yaml or self._default_yaml
         self.report: Callable[[str], object] = lambda text: None  # called before each step is traced, which takes seconds
@@ -116,7 +113,7 @@ class Planner:
         workload = self.training.workload
         if overrides not in self._settings:
             keys = {setting: setting.partition("=")[0] for setting in _BASE_OVERRIDES}
-            schema, fixed = workload.published_settings, self.training.fixed_settings
+            schema, fixed = workload.settings, self.training.fixed_settings
             base = [setting for setting, key in keys.items() if _has_setting(schema, key) and key not in fixed]
             self._settings[overrides] = workload.complete_settings(
                 config.load(schema, self.yaml, [*self.overrides, *overrides, *base])
@@ -162,7 +159,7 @@ class Planner:
         axes, processes = self.fixed_axes(overrides), ways * self.fixed_processes(overrides)
         world, rank = replicas * processes, stage_rank * processes // axes.get("pipeline", 1)
         without_broadcast = mock.patch.object(data_parallel, "broadcast_parameters", lambda *_: None)  # not of a step, and slow
-        with traced_job(world, self.kernels, rank) as paper, without_broadcast:
+        with traced_job(world, rank=rank) as paper, without_broadcast:
             sizes = {"replicate": replicas, "expert": getattr(cfg.mesh, "expert", 1), **axes, **({axis: ways} if axis else {})}
             mesh = Mesh(sizes, world, rank)
             with deferred(0):
@@ -171,7 +168,7 @@ class Planner:
             example = training.random_batch(cfg, mesh, per_replica)
             with paper.fake_tensors():
                 settings = cfg.step.model_copy(update={"optimizer": optimizer, "accumulate": min(micro_batches, 2)})
-                recorder = SequentialStages(paper, pipeline, self._stage_output if stage_rank else None) if pipeline else None
+                recorder: Any = SequentialStages(paper, pipeline, self._stage_output if stage_rank else None) if pipeline else None
                 step = Step(paper.materialize(model), workload.loss, settings, mesh, counts=workload.counts, pipeline=recorder)
                 step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # with gradient buckets as for several
                 directions = cfg.step.optimizer == "lamb" and [torch.zeros_like(state.weights) for state in step.optimizer.states]
@@ -202,19 +199,14 @@ class Planner:
         if "pipeline" in self.fixed_axes(overrides):
             # The step of the rank that finishes last, and the peak memory of any rank.
             micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
-            total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
-            for variant, weight in self.training.step_variants.items():
-                words = (*overrides, *variant)
-                fit = _PipelineStep(self, ways, replicas, micro_batch, per_replica // micro_batch, machine, words).fit()
-                total += fit.step.scaled(weight)
-                peak, held = max(peak, fit.peak), max(held, fit.held)
-            return Fit(total, peak, overrides, held)
+            args = ways, replicas, micro_batch, per_replica // micro_batch, machine
+            variants = self.training.step_variants.items()
+            return _mean([(weight, _PipelineStep(self, *args, (*overrides, *variant)).fit()) for variant, weight in variants])
         models, weights = self.shallow_models(overrides)
         fits = [self._mean_step(ways, replicas, per_replica, machine, (*overrides, *model)) for model in models]
-        pairs = list(zip(fits, weights[0]))
-        first, *others = (fit.step.scaled(weight) for fit, weight in pairs)
-        held, peak = (sum(weight * getattr(fit, name) for fit, weight in pairs) for name in ("held", "peak"))
-        return Fit(sum(others, first), peak, overrides, held)
+        step = sum((weight * fit.step for weight, fit in zip(weights[0], fits)), Cost())
+        peak, held = (sum(w * getattr(fit, name) for w, fit in zip(weights[0], fits)) for name in ("peak", "held"))
+        return Fit(step, peak, held)
 
     def shallow_models(self, overrides: Overrides, stages: int = 1) -> tuple[list[Overrides], list[list[float]]]:
         """Return the overrides of the models to record in place of a deep one of ``stages``, and their weights in each stage: few
@@ -235,17 +227,16 @@ class Planner:
         micro_batch = next(n for n in range(min(per_replica, self.training.max_samples), 0, -1) if per_replica % n == 0)
         cfg, processes = self.settings(*overrides), ways * self.fixed_processes(overrides)
         all_alike = getattr(cfg.step, "shard", "none") == "none" and getattr(cfg.mesh, "expert", 1) == 1
-        total, peak, held = Cost(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
         # Two micro-batches widen the gradient buckets, and change nothing else. All numbers of replicas share that recording.
         micro_batches = 2 if per_replica > micro_batch or replicas > data_parallel.MAX_BF16_RANKS else 1
         most = _MAX_REPLICAS if all_alike else replicas
         recorded = most if micro_batches == 2 and replicas > 1 else min(replicas, most)
+        fits = []
         for weight, (record, *_) in self.record_steps(ways, recorded, micro_batch, overrides, micro_batches=micro_batches):
             pair = record.events, record.repeated
             full, repeated = (estimate_cost(_scale_events(events, processes, recorded, replicas), machine) for events in pair)
-            total += (full + repeated.scaled(per_replica / micro_batch - 1)).scaled(weight)
-            peak, held = max(peak, record.peak), max(held, record.before)
-        return Fit(total, peak, overrides, held)
+            fits.append((weight, Fit(full + (per_replica / micro_batch - 1) * repeated, record.peak, record.before)))
+        return _mean(fits)
 
     def fit_memory(
         self, ways: int, replicas: int, per_replica: int, machine: Machine, overrides: Overrides = (),
@@ -280,8 +271,8 @@ class Planner:
         prepare, workers, per_replica, loader = self.training.preparation_seconds, self.training.workers, batch // replicas, 0.0
         if prepare is not None:
             seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
-            queue = max_samples(workers, per_replica, 0, 1)
-            stalls = simulate_waits(seconds, fit.step.seconds, workers, queue, "ready", batch=per_replica, ranks=processes)
+            queue = 2 * per_replica + workers  # at least: two batches, and a sample of each worker
+            stalls = simulate_waits(seconds, fit.step.seconds, workers, queue, batch=per_replica, ranks=processes)
             loader = float(stalls[_LOADER_WARMUP:].mean())
         samples, evaluation = self.training.samples_needed(batch), self.training.evaluation
         steps = samples / batch
@@ -357,7 +348,7 @@ class Planner:
         """Slowdown of the kernels in the first published step, relative to the machine's rates."""
         first = self.training.published[0]
         if self.fixed_axes() or self.yaml != self._default_yaml:
-            return Planner(self.name, kernels=self.kernels).slowdown
+            return Planner(self.name).slowdown
         replicas = first.gpus // (first.ways * self.fixed_processes(first.overrides))
         machine = machines.find_machine(first.machine)
         return self.slowdown_of_step(first.value, machine, first.ways, replicas, first.batch // replicas, first.overrides)
@@ -401,37 +392,36 @@ class _PipelineStep:
         self.rank_of = [next(rank for rank, own in enumerate(self.stages_of) if stage in own) for stage in range(self.stage_count)]
         self.costs = {stage: self._stage_cost(rank, self.stages_of[rank].index(stage)) for stage, rank in enumerate(self.rank_of)}
 
-    def _interpolate(self, function: Callable[[Recorded], Sequence[float]], rank: int, stages: Sequence[int]) -> Any:
+    def _interpolate(self, function: Callable[[Recorded], Sequence[Any]], rank: int, stages: Sequence[int]) -> Any:
         """Return ``function`` of a rank, the mean over ``stages``, from that of the recorded models."""
         weights = np.mean([self.weights[stage] for stage in stages], axis=0)
-        return sum(w * np.array(function(self._record(rank, model))) for w, model in zip(weights, self.models) if w)
+        recorded = ((w, function(self._record(rank, model))) for w, model in zip(weights, self.models) if w)
+        return reduce(operator.add, (w * np.array(parts, object) for w, parts in recorded))
 
     def _stage_cost(self, rank: int, index: int) -> "_StageCost":
-        def numbers(recorded: Recorded) -> list[float]:
+        def parts(recorded: Recorded) -> list[Any]:
             stage = recorded.stages[index]
-            passes = [estimate_cost(record.events, self.machine) for record in (stage.forward, stage.backward)]
+            costs = [estimate_cost(record.events, self.machine) for record in (stage.forward, stage.backward)]
             memory = [record.peak - record.before for record in (stage.forward, stage.backward)]
-            return [x for cost in passes for x in vars(cost).values()] + [
-                *memory, stage.saved_bytes, stage.gradient_bytes, stage.input_bytes, stage.output_bytes,
-            ]  # fmt: skip
+            return [*costs, *memory, stage.saved_bytes, stage.gradient_bytes, stage.input_bytes, stage.output_bytes]
 
-        values, size = self._interpolate(numbers, rank, [self.stages_of[rank][index]]).tolist(), len(fields(Cost))
-        return _StageCost(Cost(*values[:size]), Cost(*values[size : 2 * size]), tuple(values[2 * size : -2]), *values[-2:])
+        forward, backward, *memory, given, sent = self._interpolate(parts, rank, [self.stages_of[rank][index]])
+        return _StageCost(forward, backward, tuple(memory), given, sent)
 
     def _step_cost(self, rank: int) -> tuple[Cost, float, float]:
         """Return the cost incurred once per step, its bytes between steps, and its additional bytes."""
 
-        def numbers(recorded: Recorded) -> list[float]:
+        def parts(recorded: Recorded) -> list[Any]:
             record = recorded.record
-            return [*vars(estimate_cost(record.events, self.machine)).values(), record.before, record.peak - record.before]
+            return [estimate_cost(record.events, self.machine), record.before, record.peak - record.before]
 
-        *values, held, additional = self._interpolate(numbers, rank, self.stages_of[rank]).tolist()
-        return Cost(*values), held, additional
+        cost, held, additional = self._interpolate(parts, rank, self.stages_of[rank])
+        return cost, held, additional
 
     def _pass_cost(self, kind: str, stage: int) -> Cost:
         """Return the cost of a pass. Both parts of a split backward pass take equal time."""
         cost = self.costs[stage]
-        return cost.forward if kind == "F" else cost.backward.scaled(0.5 if kind in "IW" else 1.0)
+        return cost.forward if kind == "F" else (0.5 if kind in "IW" else 1.0) * cost.backward
 
     def _transfer(self, begin: int, end: int) -> tuple[float, float]:
         """Return seconds and bytes of a transfer between two stages."""
@@ -448,7 +438,7 @@ class _PipelineStep:
             step_cost, held, extra = self._step_cost(rank)
             step = step_cost
             for (kind, stage), count in Counter((kind, stage) for kind, stage, _ in order).items():
-                step += cost(kind, stage).scaled(count)
+                step += count * cost(kind, stage)
                 neighbour = stage + 1 if kind == "F" else stage - 1
                 if 0 <= neighbour <= last and kind != "W" and (bytes := self._transfer(stage, neighbour)[1]):
                     step = replace(step, sent=step.sent + count * bytes, messages=step.messages + count)
@@ -458,7 +448,7 @@ class _PipelineStep:
             buffers = self.micro_batches * sum(cost.given + cost.sent for cost in costs.values())  # torch's
             peaks.append(held + buffers + max(extra, peak_memory(order, {stage: cost.bytes for stage, cost in costs.items()})))
             held_bytes.append(held + buffers)
-        return Fit(max(steps, key=attrgetter("sent" if of_axis else "seconds")), max(peaks), (), max(held_bytes))
+        return Fit(max(steps, key=attrgetter("sent" if of_axis else "seconds")), max(peaks), max(held_bytes))
 
 
 class _StageCost(NamedTuple):
@@ -485,6 +475,12 @@ class _OneAxis(Machine):
         spans = (axis for axis, size in zip(AXES[-2:0:-1], sizes) if max(ranks) - min(ranks) < size)
         axis = next(spans, "expert" if name == "all-to-all" else "replicate")
         return seconds, sent if axis == self.axis else 0.0
+
+
+def _mean(fits: Sequence[tuple[float, Fit]]) -> Fit:
+    """Return the mean of step variants, each with its weight, and the memory of that which needs most."""
+    step = sum((weight * fit.step for weight, fit in fits), Cost())
+    return Fit(step, max(fit.peak for _, fit in fits), max(fit.held for _, fit in fits))
 
 
 def _has_setting(schema: Any, key: str) -> bool:

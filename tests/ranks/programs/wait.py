@@ -16,7 +16,7 @@ from hpcai import config, dist, stop
 from hpcai.data.loader import Loader
 from hpcai.data.stage import stage_in
 from hpcai.data.stage.copy import RingCopy
-from hpcai.dist import launch, waiting, watchdog
+from hpcai.dist import launch, watchdog
 from hpcai.dist.collectives import broadcast_object
 from hpcai.settings import CheckpointConfig, StepConfig, TrainConfig
 from hpcai.train import evaluation, loop, shard_file
@@ -25,7 +25,7 @@ from hpcai.train.run import Run
 from hpcai.train.step import Step
 
 place, late_rank, folder, rank = sys.argv[1], sys.argv[2], Path(sys.argv[3]), os.environ.get("RANK") or os.environ["PMI_RANK"]
-waiting.FIRST_REPORT, watchdog._ANSWER_TIMEOUT = 0.2, 5.0 if place in ("preparation", "batch") else 0.3
+watchdog.FIRST_REPORT, watchdog._ANSWER_TIMEOUT = 0.2, 5.0 if place in ("preparation", "batch") else 0.3
 PLACES: dict[str, tuple[Any, str]] = {
     "staging": (RingCopy, "run"), "resume": (Checkpoints, "resume"), "first collective": (loop, "warm_up_collectives"),
     "step": (Step, "__call__"), "save": (shard_file, "write"), "evaluation": (evaluation, "compute_metrics"),

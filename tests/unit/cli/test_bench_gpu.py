@@ -14,7 +14,7 @@ from torch import nn
 
 from hpcai import config
 from hpcai.cli import apps, bench
-from hpcai.cli.bench import gpu_clocks, gpu_kernels, gpu_steps, timing
+from hpcai.cli.bench import gpu_kernels, gpu_steps, timing
 from hpcai.cli.benchmarks import find_workload
 from hpcai.kernels import attention, triton_support
 from tests.reference_data import load_json
@@ -25,25 +25,25 @@ from tests.reference_data import load_json
 def test_gaps_are_idle_times_of_more_than_20_microseconds() -> None:
     # Out of order, nested, overlapping; an idle gap of 10 us, then one of 30.
     spans = [(100.0, 160.0), (0.0, 50.0), (10.0, 20.0), (40.0, 60.0), (70.0, 70.0)]
-    assert gpu_clocks.idle_shares(spans) == pytest.approx((30 / 160, 40 / 160))
-    assert gpu_clocks.idle_shares(spans, above=30.0)[0] == 0, "30 is not more than 30"
-    assert gpu_clocks.idle_shares(spans, above=5.0) == pytest.approx((40 / 160, 40 / 160))
-    assert gpu_clocks.idle_shares([(5.0, 5.0)]) == (0, 0) and gpu_clocks.idle_shares([(0.0, 4.0)]) == (0, 0)
+    assert timing.idle_shares(spans) == pytest.approx((30 / 160, 40 / 160))
+    assert timing.idle_shares(spans, above=30.0)[0] == 0, "30 is not more than 30"
+    assert timing.idle_shares(spans, above=5.0) == pytest.approx((40 / 160, 40 / 160))
+    assert timing.idle_shares([(5.0, 5.0)]) == (0, 0) and timing.idle_shares([(0.0, 4.0)]) == (0, 0)
 
 
 def test_flops_of_a_layer_are_those_of_its_matrix_products() -> None:
     batch, inputs, outputs = 6, 10, 4
     layer, x = nn.Linear(inputs, outputs), torch.randn(batch, inputs)
     product = 2 * batch * inputs * outputs
-    assert gpu_clocks.count_flops(lambda: layer(x)) == product
-    assert gpu_clocks.count_flops(lambda: layer(x).sum().backward()) == 2 * product, "the input has no gradient"
-    assert gpu_clocks.count_flops(lambda: layer(x.requires_grad_()).sum().backward()) == 3 * product
+    assert timing.count_flops(lambda: layer(x)) == product
+    assert timing.count_flops(lambda: layer(x).sum().backward()) == 2 * product, "the input has no gradient"
+    assert timing.count_flops(lambda: layer(x.requires_grad_()).sum().backward()) == 3 * product
     image = torch.randn(2, 3, 8, 8)
-    assert gpu_clocks.count_flops(lambda: nn.Conv2d(3, 5, 3, padding=1)(image)) == 2 * 2 * 64 * 5 * 3 * 9
+    assert timing.count_flops(lambda: nn.Conv2d(3, 5, 3, padding=1)(image)) == 2 * 2 * 64 * 5 * 3 * 9
     into, a = torch.zeros(4, 4), torch.randn(4, 7)
-    assert gpu_clocks.count_flops(lambda: into.addmm_(a, a.T)) == 2 * 4 * 4 * 7, "torch's counter omits this operation"
+    assert timing.count_flops(lambda: into.addmm_(a, a.T)) == 2 * 4 * 4 * 7, "torch's counter omits this operation"
     cubes = torch.randn(3, 4, 4)
-    assert gpu_clocks.count_flops(lambda: cubes.baddbmm_(cubes, cubes)) == 3 * 2 * 4 * 4 * 4
+    assert timing.count_flops(lambda: cubes.baddbmm_(cubes, cubes)) == 3 * 2 * 4 * 4 * 4
 
 
 def test_kernels_are_counted_by_their_references(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,16 +53,16 @@ def test_kernels_are_counted_by_their_references(monkeypatch: pytest.MonkeyPatch
     rows, entries, heads, channels = 2, 8, 2, 4
     qkvg, gate_bias = torch.randn(1, rows, entries, 4, heads, channels), torch.zeros(heads * channels)
     mask = torch.ones(1, rows, entries)
-    flops = gpu_clocks.count_flops(lambda: attention.gated_attention(qkvg, gate_bias, mask))
+    flops = timing.count_flops(lambda: attention.gated_attention(qkvg, gate_bias, mask))
     assert flops == 2 * (2 * rows * heads * entries * entries * channels), "q k and p v"
     assert triton == [False] and triton_support.MISSING is None, "Triton is available again"
 
 
 def test_a_window_has_one_time_per_run() -> None:
     calls: list[int] = []
-    assert len(gpu_clocks.time_window(calls.append, 3)) == 3 and calls == [0, 1, 2]
-    assert set(gpu_clocks.peak_rates(torch.device("cpu"))) == {"matrix_tflops", "copy_gb_s"}
-    assert gpu_clocks.graph_bytes() == 0 and gpu_clocks.profile(calls.append, 1) == {}
+    assert len(timing.time_window(calls.append, 3)) == 3 and calls == [0, 1, 2]
+    assert set(timing.peak_rates(torch.device("cpu"))) == {"matrix_tflops", "copy_gb_s"}
+    assert timing.graph_bytes() == 0 and timing.profile(calls.append, 1) == {}
 
 
 class Event:
@@ -79,12 +79,12 @@ def test_a_profile_has_gaps_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     profile = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
     monkeypatch.setattr(torch.profiler, "profile", lambda **kwargs: nullcontext(profile))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_clocks, "synchronize", lambda: None)
-    result = gpu_clocks.profile(ran.append, 2)
+    monkeypatch.setattr(timing, "synchronize", lambda: None)
+    result = timing.profile(ran.append, 2)
     assert ran == [0, 1] and result["gaps_percent"] == result["idle_percent"] == 50.0 and result["launches"] == 2
     assert result["costly"] == [["mm", 0.045, 1.0], ["copy", 0.005, 0.5]]
     events[:] = events[-2:]
-    assert "no kernel" in gpu_clocks.profile(ran.append, 1)["left_out_trace"]
+    assert "no kernel" in timing.profile(ran.append, 1)["left_out_trace"]
 
 
 # ---- names
@@ -112,9 +112,9 @@ def test_published_configurations_are_read_from_the_files(name: str) -> None:
         path = Path(inspect.getfile(type(app))).parent / "configs" / case.yaml
         for variant, flags in gpu_steps.VARIANTS.items():
             for step in case.step_variants:
-                cfg: Any = config.load(app.published_settings, path, [*case.overrides, *gpu_steps._BASE_OVERRIDES, *flags, *step])
+                cfg: Any = config.load(app.settings, path, [*gpu_steps._BASE_OVERRIDES, *case.overrides, *flags, *step])
                 assert cfg.step.capture == ("whole" if "captured" in variant else "none")
-        plain: Any = config.load(app.published_settings, path)
+        plain: Any = config.load(app.settings, path)
         assert cfg.step.optimizer == plain.step.optimizer and cfg.step.lr == plain.step.lr and cfg.step.clip == plain.step.clip
         assert case.published and case.published.samples_per_s > 0 and case.goal
         assert any(host in case.published.source for host in ("github.com/mlcommons", "docs.nvidia.com"))

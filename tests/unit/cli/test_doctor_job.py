@@ -17,7 +17,7 @@ from hpcai.cli.doctor.network import Link, Network, Pace
 from hpcai.cli.doctor.rank_report import Gpu, RankReport
 from hpcai.cli.doctor.storage import Folder, Folders
 from hpcai.dist import RankInfo
-from hpcai.dist.watchdog import RankStatus
+from hpcai.dist.watchdog import Member
 from tests.ranks.launch import on_ranks
 from tests.reference_data import load_json
 
@@ -234,7 +234,7 @@ def test_a_folder_is_measured_and_left_unchanged(tmp_path: Path) -> None:
 
 
 def describe_lagging(answers: Sequence[str | None], world: int | None = None) -> str:
-    statuses = {rank: RankStatus(f"rank {rank} on n{rank}", doing) for rank, doing in enumerate(answers)}
+    statuses = {rank: Member(rank, f"rank {rank} on n{rank}", print, status=doing) for rank, doing in enumerate(answers)}
     return deadline.describe_lagging(statuses, world)
 
 

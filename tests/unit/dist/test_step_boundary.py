@@ -36,7 +36,9 @@ def run_steps(world: int, ranks: list[Watchdog], requests: dict[int, int], work:
         boundary = ranks[rank].next_boundary()
         for step in range(1, 201):
             work(rank, step)
-            if boundary.should_stop("SIGTERM" if step >= requests.get(rank, 1000) else None):
+            if step >= requests.get(rank, 1000):
+                boundary.request_stop("SIGTERM")
+            if boundary.should_stop():
                 stopped[rank] = step
                 break
         boundary.leave()
@@ -74,17 +76,18 @@ def test_a_straggler_and_a_rank_that_has_left_block_no_other_rank() -> None:
     with watchdogs(3) as ranks:
         ahead, behind, gone = (rank.next_boundary() for rank in ranks)
         for _ in range(4):
-            assert not ahead.should_stop(None)
+            assert not ahead.should_stop()
         gone.leave()
-        assert not ahead.should_stop("SIGUSR1")
-        assert not any(ahead.should_stop(None) for _ in range(20)), "a rank that has left counts as past every step"
-        assert not any(behind.should_stop(None) for _ in range(30))
+        ahead.request_stop("SIGUSR1")
+        assert not any(ahead.should_stop() for _ in range(20)), "a rank that has left counts as past every step"
+        assert not any(behind.should_stop() for _ in range(30))
         requester, second, third = (rank.next_boundary() for rank in (*ranks[:2], ranks[2]))
-        while not requester.should_stop("SIGUSR1"):
+        requester.request_stop("SIGUSR1")
+        while not requester.should_stop():
             pass
         passed = requester._steps
-        assert not any(boundary.should_stop(None) for boundary in (second, third) for _ in range(passed - 1))
-        assert second.should_stop(None) and third.should_stop(None)
+        assert not any(boundary.should_stop() for boundary in (second, third) for _ in range(passed - 1))
+        assert second.should_stop() and third.should_stop()
         assert second.reason.startswith("SIGUSR1 on rank 0 on ")
 
 
@@ -101,20 +104,23 @@ def test_no_message_is_sent_before_a_request(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_single_process_stops_at_its_request() -> None:
     boundary = watchdog.next_step_boundary(1)
-    assert not boundary.should_stop(None) and boundary.should_stop("SIGTERM") and boundary.reason == "SIGTERM"
+    assert not boundary.should_stop()
+    boundary.request_stop("SIGTERM")
+    assert boundary.should_stop() and boundary.reason == "SIGTERM"
 
 
 def test_ranks_without_a_watchdog_cannot_stop_together() -> None:
     boundary = watchdog.next_step_boundary(2)
-    assert not boundary.should_stop(None)
+    assert not boundary.should_stop()
+    boundary.request_stop("SIGTERM")
     with pytest.raises(LaunchError, match=r"SIGTERM stops this rank, .* without a watchdog; .*hpcai\.dist\.start"):
-        boundary.should_stop("SIGTERM")
+        boundary.should_stop()
 
 
 def test_a_rank_holds_until_the_step_is_set() -> None:
     boundary, results = StepBoundary(lambda **_: None, alone=False), []
-    assert not boundary.should_stop(None) and boundary.hold() == 1
-    thread = threading.Thread(target=lambda: results.append(boundary.should_stop(None)))
+    assert not boundary.should_stop() and boundary.hold() == 1
+    thread = threading.Thread(target=lambda: results.append(boundary.should_stop()))
     thread.start()
     thread.join(0.1)
     assert thread.is_alive() and not results

@@ -16,8 +16,8 @@ from tests import fork_script
 
 PROGRAM = """
 from hpcai import config, dist
-from hpcai.dist import waiting
-waiting.FIRST_REPORT = waiting.NEXT_REPORT = 0.3
+from hpcai.dist import watchdog
+watchdog.FIRST_REPORT = watchdog.NEXT_REPORT = 0.3
 def main(settings):
     with dist.start({"replicate": -1}):
         pass

@@ -8,38 +8,30 @@ import pytest
 
 from hpcai.data import Loader
 from hpcai.dist.launch import single_process
-from hpcai.plan.loader_queue import heavy_tail, max_samples, simulate_waits
+from hpcai.plan.loader_queue import heavy_tail, simulate_waits
 from tests.index_source import IndexSource
 
 SECONDS = np.array([1.0, 1, 5, 1, 1, 1])
+FAST = np.array([1.0, 1, 1, 3, 3, 3])
 
 
-def test_only_strict_order_waits_for_a_straggler() -> None:
-    # Samples 0 and 1 are ready at 1, when 2 (until 6) and 3 begin. In strict order 2 is due at 5; 5 begins when 2 is delivered.
-    assert simulate_waits(SECONDS, 2, workers=2, capacity=3, order="strict").tolist() == [1, 0, 1, 0, 0, 0]
-    assert simulate_waits(SECONDS, 2, workers=2, capacity=3, order="ready").tolist() == [1, 0, 0, 0, 0, 0]
+def test_a_step_waits_for_no_straggler_while_other_samples_are_ready() -> None:
+    # Samples 0 and 1 are ready at 1, when 2 (until 6) and 3 begin; 3, 4 and 5 are delivered before 2.
+    assert simulate_waits(SECONDS, 2, workers=2, capacity=3).tolist() == [1, 0, 0, 0, 0, 0]
+    assert simulate_waits(np.array([1.0, 1, 1, 9, *12 * [1]]), 1, workers=2, capacity=4).tolist() == [1] + 15 * [0]
 
 
 def test_workers_are_idle_when_the_queue_is_full() -> None:
-    fast = np.array([1.0, 1, 1, 3, 3, 3])
     # Each begins when the previous one is delivered, at 0, 1, 2, 3, 6 and 9; sample 5 is ready at 12 and due at 11.
-    assert simulate_waits(fast, 2, workers=2, capacity=1, order="strict").tolist() == [1, 0, 0, 0, 0, 1]
-    assert simulate_waits(fast, 2, workers=2, capacity=2, order="strict").tolist() == [1, 0, 0, 0, 0, 0]
-
-
-def test_a_straggler_at_the_end_of_an_epoch_is_waited_for() -> None:
-    seconds = np.array([1.0, 1, 1, 9] + 12 * [1])
-    # Sample 3 is ready at 10 and due at 4; samples of the next epoch are prepared meanwhile.
-    for order in ("strict", "ready"):
-        assert simulate_waits(seconds, 1, workers=2, capacity=4, order=order, epoch=4)[:8].tolist() == [1, 0, 0, 6, 0, 0, 0, 0]  # type: ignore[arg-type]
-    assert simulate_waits(seconds, 1, workers=2, capacity=4, order="ready").tolist() == [1] + 15 * [0]
+    assert simulate_waits(FAST, 2, workers=2, capacity=1).tolist() == [1, 0, 0, 0, 0, 1]
+    assert simulate_waits(FAST, 2, workers=2, capacity=2).tolist() == [1, 0, 0, 0, 0, 0]
 
 
 def test_replicas_start_each_step_together() -> None:
-    other = np.array([1.0, 1, 1, 1, 9, 1])  # 4 begins at 2 and is due at 9, or at 10 if the other replica waited before
-    assert simulate_waits(other, 2, 2, 3, "strict").tolist() == [1, 0, 0, 0, 2, 0]
-    assert simulate_waits(np.stack([other, SECONDS]), 2, 2, 3, "strict").tolist() == [1, 0, 1, 0, 1, 0]
-    assert simulate_waits(np.stack([SECONDS] * 3), 2, 2, 3, "ready").tolist() == simulate_waits(SECONDS, 2, 2, 3, "ready").tolist()
+    other = np.array([1.0, 5, 1, 1, 1, 1])  # 1 is due at 3 and ready at 6, when it is 3 s late; then FAST is in time
+    assert simulate_waits(other, 2, 2, 1).tolist() == [1, 3, 0, 0, 0, 0]
+    assert simulate_waits(np.stack([other, FAST]), 2, 2, 1).tolist() == [1, 3, 0, 0, 0, 0]
+    assert simulate_waits(np.stack([SECONDS] * 3), 2, 2, 3).tolist() == simulate_waits(SECONDS, 2, 2, 3).tolist()
 
 
 @pytest.mark.parametrize("order", ["strict", "ready"])
@@ -52,8 +44,7 @@ def test_the_simulated_capacity_is_that_of_the_loader(order: Any) -> None:
             begun.append(index)
             return np.zeros(100)
 
-    for prefetch, expected in ((800, 7), (8000, 10), (9599, 11)):
-        assert max_samples(3, 2, prefetch, 800) == expected
+    for prefetch, expected in ((800, 2 * 2 + 3), (8000, 10), (9599, 11)):  # the first is what a plan takes
         begun.clear()
         with Loader(RecordingSource(60), 2, single_process(), name="t", workers=3, prefetch=prefetch, order=order) as loader:
             batches = loader.epoch(0)
