@@ -13,10 +13,7 @@ from torch import Tensor
 
 from hpcai.errors import ConfigError
 from hpcai.kernels import triton_support
-
-ALIGNMENT = 16  # tensor cores read rows of a multiple of 16 bytes
-MAX_EXPONENT = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-"""Exponent of the largest finite value of each format, which is 1.75 * 2^exponent: 448 and 57,344."""
+from hpcai.kernels.float8_formats import ALIGNMENT, MAX_EXPONENT, padded_width
 
 
 class Float8Tensor(NamedTuple):
@@ -90,11 +87,6 @@ def reference_scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, 
     """Return the same by a product in float32, or in float64 if ``dtype`` is float64."""
     wide = torch.promote_types(dtype, torch.float32)
     return ((a.to(wide) @ b.to(wide).t()) * (scale_a.to(wide) * scale_b.to(wide))).to(dtype)
-
-
-def padded_width(T: int) -> int:
-    """Return the row stride of the transpose of a matrix with T rows, in elements."""
-    return -(-T // ALIGNMENT) * ALIGNMENT
 
 
 def _amax(x: Tensor) -> Tensor:

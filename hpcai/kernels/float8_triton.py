@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcai.kernels.float8 import ALIGNMENT, MAX_EXPONENT, padded_width
+from hpcai.kernels.float8_formats import ALIGNMENT, MAX_EXPONENT, padded_width
 
 TILE = 8192  # elements that a program reads together: 32 a thread, enough loads in flight to saturate memory
 PROGRAMS = 512  # of the first kernel, at most: an H100 runs four on each multiprocessor, all of them at once

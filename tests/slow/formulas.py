@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcai.kernels import activations_triton, float8, float8_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
-from hpcai.kernels.float8 import MAX_EXPONENT
+from hpcai.kernels.float8_formats import MAX_EXPONENT
 from hpcai.kernels.grouped_mm import reference
 from hpcai.kernels.moe_triton import combine, combine_backward, grouped_mm
 from hpcai.nn.moe import RowOrder
