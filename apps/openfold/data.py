@@ -2,8 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -36,9 +36,8 @@ TEMPLATE_FIELDS = {name: FIELDS[name] for name in ("residues", "aatype", "positi
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield loaders for training (None on ranks that only evaluate), validation and pictures."""
+def build_loaders(cfg: Config, mesh: Mesh) -> AbstractContextManager[tuple[Any, Any, Any]]:
+    """Open loaders for training (None on ranks that only evaluate), validation and pictures."""
     data, features = cfg.data, cfg.features
     train, validation = (open_rows(cfg, split, FIELDS, mesh) for split in ("train", "validation"))
     has_templates = (data.directory / "templates").is_dir()
@@ -57,13 +56,12 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
         return make_loader(source, sampler.groups, data, mesh, name=name, sampler=sampler, last_batch="keep")
 
     few = held_rows[np.linspace(0, len(held_rows) - 1, min(data.pictures, len(held_rows))).round().astype(int)]
-    with open_loaders(
+    return open_loaders(
         mesh,
         lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=Recycling(features.recycles, cfg.train.seed), **kwargs),
         lambda: held_out(held_rows, "validation"),
         (lambda: held_out(few, "pictures")) if len(few) else None,
-    ) as loaders:
-        yield loaders
+    )
 
 
 def _check_lengths(rows: Rows, selected: np.ndarray, ranks: int) -> None:
@@ -91,8 +89,8 @@ def open_rows(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
 def _select_released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
     """Return the rows of chains released between two days, or on an unknown day."""
     day = rows.column("release")
-    begin, end = (None if each is None else (each - date(1970, 1, 1)).days for each in (first, last))
-    selected = (day == chains.UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))
+    begin, end = chains.days_since_epoch(first), chains.days_since_epoch(last)
+    selected = (day == chains.UNKNOWN_DAY) | ((day >= begin) & ((day <= end) | (last is None)))
     if not selected.all():
         logger.info("%s: %d of %d chains are left out for their day of release", rows.folder.name, (~selected).sum(), len(selected))
     return np.flatnonzero(selected)
@@ -132,8 +130,8 @@ class Chains(Samples):
 
     def sample(self, index: int, epoch: int) -> dict[str, Any]:
         row = self._row(index)
-        values = self.rows.read(row)
-        chain, alignment = parse_chain(values, self.rows.describe(row))
+        values = chains.unflatten(self.rows.read(row), self.rows.describe(row))
+        chain, alignment = parse_chain(values)
         # The features of a held-out chain are the same each time.
         number, epoch = (index, epoch) if self.training else (row, 0)
         seed, templates = self.seed, self._templates(values, row)
@@ -142,20 +140,16 @@ class Chains(Samples):
         return features
 
     def _templates(self, values: dict[str, Any], row: int) -> Templates | None:
-        count, rows, length = int(values["hits"]), self.templates, len(values["aatype"])
+        count, rows = int(values["hits"]), self.templates
         if rows is None or not count:
             return None
-        if len(values["hit_places"]) != count * length:
-            text = f"{len(values['hit_places'])} positions of {count} templates for {length} residues"
-            raise DataError(f"{self.rows.describe(row)}: {text}, expected {count * length}; convert it again by data_prep.openfold")
-        positions = values["hit_places"].reshape(count, length)
 
         def take(hits: np.ndarray) -> dict[str, np.ndarray]:
             at = values["hit_row"][hits]
             if at.min() < 0 or at.max() >= len(rows):
                 location = f"{self.rows.describe(row)}: rows {at.min()} to {at.max()} of {rows.folder}, which has {len(rows)}"
                 raise DataError(f"{location}; convert both again with data_prep.openfold")
-            return template_features([rows.read(int(k)) for k in at], positions[hits], values["hit_sum_probs"][hits])
+            return template_features([rows.read(int(k)) for k in at], values["hit_places"][hits], values["hit_sum_probs"][hits])
 
         return Templates(count, take)
 
@@ -168,18 +162,15 @@ class Chains(Samples):
         return {name: torch.from_numpy(array) for name, array in collate(samples).items()}
 
 
-def parse_chain(values: dict[str, Any], location: str) -> tuple[Chain, Alignment]:
-    """Parse the structure and the alignment of a chain. Raises DataError if the alignment has another length."""
+def parse_chain(values: dict[str, Any]) -> tuple[Chain, Alignment]:
+    """Return the structure and the alignment of a chain."""
     aatype, mask = values["aatype"].astype(np.int64), values["mask"].astype(np.float32)
-    depth, rest = divmod(len(values["msa"]), len(aatype))
-    if rest or not depth:
-        raise DataError(f"{location}: {len(values['msa'])} letters of an alignment for {len(aatype)} residues, expected a multiple")
     sequence = "".join((RESTYPES + "X")[kind] for kind in aatype)
     resolution = float(values["resolution"]) or None
     chain = Chain(
         values["name"].item().decode(), sequence, aatype, values["positions"], mask, np.zeros_like(mask), resolution, None, ""
     )
-    return chain, Alignment(*(values[name].reshape(depth, -1) for name in ("msa", "deletions")), [])
+    return chain, Alignment(values["msa"], values["deletions"], [])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ Raises ConfigError if shape or dtype of ``out`` do not fit, or a count is missin
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -60,13 +60,6 @@ def normal(key: int | Tensor, first: int | Tensor, count: int | None = None, *, 
     distribution, which ends at 5.4 in float32, would take as long on a CPU: 1 ns, beside 8 ns for the words.
     """
     return _draw("normal", key, first, count, upper, device, dtype, out)
-
-
-def words(counter: Sequence[Tensor | int], key: int | Tensor) -> list[Tensor]:
-    """Return the four words of counters of four words each, as int64: the rounds alone, for other counters."""
-    some = next(c for c in counter if isinstance(c, Tensor))
-    rows = [torch.empty_like(some).copy_(c) if isinstance(c, Tensor) else torch.full_like(some, c) for c in counter]
-    return _words(rows, [torch.empty_like(some) for _ in range(2)], _halves(key))
 
 
 def _draw(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None, upper: int | Tensor,
@@ -131,6 +124,11 @@ def _tiles(rows: int, columns: int, counters: int, per: int) -> Iterator[tuple[s
     for c in range(0, columns, width):
         for r in range(0, rows, height):
             yield slice(r, min(r + height, rows)), slice(c, min(c + width, columns))
+
+
+def signed(number: int, bits: int = 64) -> int:
+    """Return the signed integer with the lower ``bits`` of a number."""
+    return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
 
 
 def _halves(key: int | Tensor) -> tuple[Any, Any]:

@@ -50,8 +50,6 @@ class _ShardedBucket(Bucket):
         self.work = ReduceScatter(self.gradient_shard, self.gradients, self.shard_axis)
 
     def wait(self) -> None:
-        if self.work is None:
-            raise RuntimeError("a gradient bucket was waited for before its reduce-scatter was started")
         self.work.wait()
         self.work = None
         for axis in self.axes:
@@ -195,7 +193,7 @@ class FSDP:
         for name, p in model.named_parameters():
             if name in traces:
                 first, *rest = self._specs[name].ranges
-                traces[name].write(_local(p), (subrange(first, *self._local_range(p)), *rest), None)
+                traces[name].write(_local(p), (subrange(first, *self._local_range(p)), *rest))
         self.flat_parameters = [self._flat_parameter(name, p, name in decays) for name, p in self._trainable.items()]
 
     def _local_range(self, parameter: Tensor) -> tuple[int, int]:

@@ -5,12 +5,12 @@
 
 A dim of S voxels is split at S*r/n, at every resolution of the network: the size of a level determines the range of each rank. A
 level with fewer than ``min_size`` voxels per rank is replicated. The losses of the ranks add up to the loss, so gradients are
-summed, at seams and for parameters. Results that n ranks compute from a replicated level count 1/n on each (``ReplicatedOnce``).
-The learning rate is unchanged. B batch, C channels, D H W the volume, n the size of an axis.
+summed, at seams and for parameters. Results that n ranks compute from a replicated level count 1/n on each
+(``hpcai.parallel.axial.ReplicatedOnce``). The learning rate is unchanged. B batch, C channels, D H W the volume, n the size of an
+axis.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcai.dist.collectives import all_reduce, sum_once
-from hpcai.dist.mesh import Axis
+from hpcai.dist.collectives import all_reduce
+from hpcai.dist.mesh import Axis, Mesh
 from hpcai.dynamo import disable_dynamo
 from hpcai.errors import MeshError
 from hpcai.kernels.triton_support import on_gpu
@@ -33,7 +33,7 @@ from hpcai.nn.groupnorm import GroupNorm, InstanceNorm
 from hpcai.nn.upsample_conv import UpsampleConv
 from hpcai.parallel.batchnorm import AllReduce, replace_norms
 from hpcai.parallel.data_parallel import sum_gradients_over
-from hpcai.parallel.halo import CommVolume, ConvArgs, HaloConvolution, HaloExchange, HaloPlan, Range
+from hpcai.parallel.halo import ConvArgs, HaloConvolution, HaloExchange, HaloPlan, Range
 
 Sizes = tuple[int, ...]  # by dim: D, H, W
 Inputs = Callable[[Sequence[int]], tuple[Any, ...]]
@@ -48,7 +48,6 @@ class SpatialPartition:
     def __init__(self, axes: Mapping[int, Axis], min_size: int = 2, overlap: bool | None = None) -> None:
         self.axes = {dim: axis for dim, axis in axes.items() if axis.size > 1}
         self.min_size, self.overlap, self.active = min_size, overlap, True
-        self.comm_volume = CommVolume()
         self.full_sizes: dict[str, dict[Sizes, Sizes]] = {}  # layer -> local size -> full size
         self.plans: dict[tuple[str, Sizes], Any] = {}  # (layer, full size) -> plan
 
@@ -62,6 +61,11 @@ class SpatialPartition:
             available = " and ".join(names)
             raise MeshError(f"mesh.{unknown[0]} is {axes[unknown[0]].size}, but there is only {available} to shard; set it to 1")
         return cls({names.index(name) + 2: axis for name, axis in axes.items() if name in names}, **kwargs)
+
+    @classmethod
+    def from_mesh(cls, mesh: Mesh, dims: int = 3) -> "SpatialPartition":
+        """Return the partition of a volume, or a map, over the axes depth and height of ``mesh``."""
+        return cls.from_axes({name: mesh[name] for name in ("depth", "height")}, dims)
 
     def __deepcopy__(self, memo: dict) -> "SpatialPartition":
         """A copied model has its own state over the same ranks; its plans use its own communication channels."""
@@ -117,7 +121,7 @@ class SpatialPartition:
         """All-gather one dim, of ``size`` voxels."""
         axis = self.axes[dim]
         held = tuple(shard_range(size, r, axis.size) for r in range(axis.size))
-        return HaloExchange.apply(x, HaloPlan(dim, axis, held, ((0, size),) * axis.size), self.comm_volume, 0.0)
+        return HaloExchange.apply(x, HaloPlan(dim, axis, held, ((0, size),) * axis.size), 0.0)
 
     def sharded_axes(self, size: Sequence[int]) -> tuple[Axis, ...]:
         """Return the axes over which a level of ``size`` is sharded."""
@@ -313,7 +317,7 @@ class SpatialLayer(nn.Module):
         """Return ``x`` with its halos."""
         for plan in plans:
             if not plan.is_local:
-                x = HaloExchange.apply(x, plan, self.partition.comm_volume, fill)
+                x = HaloExchange.apply(x, plan, fill)
         return x
 
 
@@ -393,7 +397,7 @@ class _Convolution(SpatialLayer):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         overlap = on_gpu(x) if self.partition.overlap is None else self.partition.overlap
-        y = HaloConvolution.apply(x, weight, bias, plans, conv, self.partition.comm_volume, overlap)
+        y = HaloConvolution.apply(x, weight, bias, plans, conv, overlap)
         return _gather_output(self.partition, y, out)
 
     def plan(self, size: Sizes) -> tuple[tuple[HaloPlan, ...], list[tuple[int, int]], ConvArgs, Sizes]:
@@ -535,30 +539,10 @@ class _Norm(SpatialLayer):
             layer.all_reduce = before
 
 
-class GatherVolume(nn.Module):
-    """A seam at which a model needs the full volume on every rank; the identity if nothing is sharded."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class _GatherVolume(SpatialLayer, GatherVolume):
-    def forward_shard(self, x: Tensor, size: Sizes) -> Tensor:
-        return self.partition.gather(x, size)
-
-
 class _PartitionSeam(nn.Module):
     def __init__(self, partition: SpatialPartition) -> None:
         super().__init__()
         self.partition = partition
-
-
-class ReplicatedOnce(_PartitionSeam):
-    """Scale gradients of replicated tensors by 1/n: the computation that follows counts once, though every rank repeats it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        count = math.prod(axis.size for axis in self.partition.axes.values())
-        return x if count == 1 or not self.partition.active else sum_once(x, count)
 
 
 class SpatialSum(_PartitionSeam):
@@ -586,7 +570,6 @@ _KINDS: dict[type[nn.Module], type[SpatialLayer]] = {
     **dict.fromkeys((BatchNorm, InstanceNorm, GroupNorm), _Norm),
     nn.Upsample: _Upsample,
     UpsampleConv: _Convolution,
-    GatherVolume: _GatherVolume,
 }
 # Layers of torch that do not mix voxels.
 _LOCAL = (

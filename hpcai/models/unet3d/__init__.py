@@ -8,8 +8,8 @@ __getattr__, __all__ = attach(
         ".config": ["UNet3DConfig"],
         ".model": ["UNet3D"],
         ".objective": ["Batch", "loss", "score", "dice", "slices"],
-        ".parallel": ["parallelize", "spatial_cut"],
+        ".parallel": ["parallelize"],
         ".load": ["load_weights"],
-        ".windows": ["SlidingWindow", "sliding_window_inference", "plan_windows"],
+        ".windows": ["SlidingWindow", "plan_windows"],
     },
 )
