@@ -63,9 +63,12 @@ class AppContract:
     def check_config(self, name: str, cfg: Any) -> None:
         """Assert values of the config ``name``."""
 
-    def test_a_run_writes_weights_settings_metrics_and_a_report(self, app: App, data: Path) -> None:
-        from hpcai.cli.report import draw_run, read_run
+    def test_a_run_writes_weights_settings_metrics_and_a_report(
+        self, app: App, data: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from hpcai.cli.report import draw_run, read_run, theme
 
+        monkeypatch.setattr(theme, "DPI", 30)
         run = app.cached_run(data)
         common = ["checkpoints", "metrics.jsonl", "model.safetensors", "settings.yaml"]
         assert {path.name for path in run.iterdir()} - {"report.html", "plots"} == {*common, *self.artifacts}

@@ -1,8 +1,10 @@
 """Programs that test Triton kernels, in its interpreter or compiled ahead of time; one process cannot do both."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,21 +16,36 @@ _ALL = ("90", "sm_90a", "8"), ("80", "sm_80", "8"), ("100", "sm_100a", "8")
 TARGETS = [("90", "sm_90a", "1"), *(pytest.param(*x, marks=pytest.mark.claim) for x in _ALL)]
 
 
-# The interpreter of Triton 3.6 takes arrays of one element as bounds of loops, which NumPy 2.4 does not convert to int.
+# Programs run in forks of one process, which has imported torch and the kernels. The interpreter of Triton 3.6 takes arrays of one
+# element as bounds of loops, which NumPy 2.4 does not convert to int.
 _INTERPRETER = """
+import json, os, sys
 import triton.runtime.interpreter as inside
 if patched := getattr(inside, "_patch_lang_tensor", None):
     def patch(tensor, scope):
         patched(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
     inside._patch_lang_tensor = patch
+from tests.slow import formulas
+for name, program, *args in json.load(sys.stdin):
+    print(name, end=": ", flush=True)
+    if os.fork() == 0:
+        sys.argv[1:] = args
+        exec(program, {})
+        break
+    if os.wait()[1]:
+        sys.exit(f"{name} failed")
 """
 
 
-def run_program(program: str, *args: str, **environment: str) -> str:
+def run_program(program: str, *args: str, stdin: str = "", **environment: str) -> str:
     env = {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **environment}
-    prelude = _INTERPRETER if "TRITON_INTERPRET" in environment else ""
-    command = [sys.executable, "-W", "ignore", "-c", prelude + program, *args]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False)
+    command = [sys.executable, "-W", "ignore", "-c", program, *args]
+    result = subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, text=True, env=env, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+def interpret_programs(programs: Sequence[Sequence[str]]) -> list[str]:
+    """Run programs in Triton's interpreter, each given as name, source and arguments. Return the lines that they print."""
+    return run_program(_INTERPRETER, stdin=json.dumps(programs), TRITON_INTERPRET="1", OMP_NUM_THREADS="1").splitlines()

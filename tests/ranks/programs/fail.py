@@ -9,9 +9,11 @@ import torch
 import torch.distributed as torch_dist
 
 from hpcai import dist
+from hpcai.dist import watchdog
 from hpcai.errors import DataError
 
 failure, failing_rank, meanwhile = sys.argv[1], sys.argv[2], sys.argv[3]
+watchdog._EXIT_DELAY = 1.0
 
 
 def fail(rank: int) -> None:

@@ -14,8 +14,9 @@ import torch.distributed as torch_dist
 
 from hpcai import dist
 from hpcai.data import Loader, Reader, Rows
+from hpcai.dist import watchdog
 
-steps = 0
+steps, watchdog._EXIT_DELAY = 0, 1.0
 
 
 class Volumes:

@@ -117,13 +117,15 @@ def test_a_power_cap_is_passed_to_run_and_scheduler(tmp_path: Path, capsys: pyte
 
 
 def run_script(text: str, tmp_path: Path, *args: str, **environ: str) -> list[list[str]]:
-    """Run the script with stubs of srun, mpiexec and others; return its commands. A training ends with exit code CODE."""
-    stubs, log = tmp_path / "stubs", tmp_path / "calls"
+    """Run the script with stubs of srun, mpiexec and others; return its commands. A training ends with exit code CODE. The file
+    ``binds`` has the paths that Apptainer would mount for each command."""
+    stubs, log, binds = (tmp_path / name for name in ("stubs", "calls", "binds"))
     stubs.mkdir(exist_ok=True)
     log.write_text("")
+    binds.write_text("")
     for name in ("srun", "mpiexec", "scontrol", "qsub", "apptainer", "sbcast"):
         end = 'case "$*" in *" apps."*|*"hpcai.cli run"*) exit "${CODE:-0}" ;; esac' if name in ("srun", "mpiexec") else ""
-        (stubs / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> {log}; echo >> {log}\n{end}\n')
+        (stubs / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> {log}; echo >> {log}\necho "${{APPTAINER_BIND:-}}" >> {binds}\n{end}\n')
         (stubs / name).chmod(0o755)
     (tmp_path / "job").write_text(text)
     env = {"PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **environ}
@@ -151,8 +153,13 @@ def test_the_script_copies_trains_draws_and_is_requeued(
     assert len(run_script(plain, tmp_path, CODE="1")) == 1
     chain = write_script(capsys, *small_args(run), "--site", "generic", "--nodes", "1", "--chain", "2")
     assert len(run_script(chain, tmp_path, CODE="85")) == 1
-    inside = write_script(capsys, *small_args(run), "--site", "generic", "--nodes", "1", "--container", "my image.sif")
-    assert run_script(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
+    inside = write_script(capsys, *small_args(run), *options, "--container", "my image.sif")
+    make, stage, train, requeue = run_script(inside, tmp_path, DISK="/disk", CODE="85")
+    image, folders = ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"], f"/disk/my data,{ROOT / CONFIG}"
+    assert make == ["srun", "mkdir", "-p", "/disk/my data"] and stage[1:6] == image and train[2:7] == image
+    assert requeue == ["scontrol", "requeue", "7"], "outside of the image, which has no Slurm"
+    assert (tmp_path / "binds").read_text().splitlines() == [str(ROOT / CONFIG), *[folders] * 3]
+    assert run_script(inside, tmp_path, DISK="/disk")[-1][4:9] == image, "the page is drawn in the image"
 
 
 def test_an_environment_is_broadcast_and_unpacked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
