@@ -354,7 +354,11 @@ def convert(options: argparse.Namespace) -> command.Plan:
     }  # fmt: skip
     del header["sides"]
     areas = [cell_areas(side.coordinates) if side.is_latitude else np.ones(len(side.coordinates)) for side in source.sides]
-    static, weights = standardize_static(pairs), cell_weights([each[:cells] for each, cells in zip(areas, shape)], masks[0])
+    static = standardize_static(pairs)
+    known = [*static, *(channel.variable for channel in source.channels)]
+    if unknown := [name for name, _ in settings.fill if name not in known]:
+        raise ConfigError(f"--fill {unknown[0]}: the variables are {' '.join(dict.fromkeys(known))}")
+    weights = cell_weights([each[:cells] for each, cells in zip(areas, shape)], masks[0])
     rows: Mapping[str, Rows] = {split: [(index, 0) for index in indices] for split, indices in splits.items()}
     rows, interval = order_frames(source, splits) if settings.forecast else (rows, None)
     per_file = max(1, FILE_BYTES // (4 * len(names) * math.prod(shape)))
