@@ -306,10 +306,11 @@ def read_weights(out: Path, header: Mapping[str, Any]) -> Array:
     shapes = ({"static": (len(static), *sizes[1:])} if static else {}) | ({"weights": sizes} if header.get("weighted") else {})
     with parse_errors(path := out / STATIC, advice := "repeat the command that made it", "cannot be read"):
         arrays = load(path.read_bytes()) if shapes else {}
-    if {name: values.shape for name, values in arrays.items()} != shapes or not all(np.isfinite(x).all() for x in arrays.values()):
-        raise DataError(f"{path}: is no finite {' and '.join(f'{name} {list(shape)}' for name, shape in shapes.items())}; {advice}")
-    if abs((weights := arrays.get("weights", np.ones(sizes))).mean() - 1) > 1e-3 or weights.min() < 0:
-        raise DataError(f"{path}: weights are {weights.min():.3g} to {weights.max():.3g}, expected 0 or more with mean 1; {advice}")
+    weights = arrays.get("weights", np.ones(sizes))
+    is_finite = all(np.isfinite(values).all() for values in arrays.values())
+    if not (is_finite and {name: values.shape for name, values in arrays.items()} == shapes and abs(weights.mean() - 1) < 1e-3):
+        expected = " and ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise DataError(f"{path}: expected finite {expected}, and weights of mean 1; {advice}")
     return weights
 
 

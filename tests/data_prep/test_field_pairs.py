@@ -189,7 +189,8 @@ def test_frames_of_trajectories_are_in_the_order_of_time_with_steps(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("change", "options", "message"), [
-    (None, ["--fill", "q=1"], "--fill q: the variables are t2m tp z"), (None, ["--static", "lsm"], "no such file, and "),
+    (None, ["--fill", "q=1"], "--fill q: the variables are t2m tp z"),
+    (None, ["--static", "lsm"], "has no such variable over latitude and longitude alone; it has none"),
     (lambda x: x.update({"flat": (("latitude", "longitude"), np.ones((HEIGHT, WIDTH)))}), ["--static", "flat"], "flat is 1 in all"),
     (lambda x: x.update({"lsm": (("latitude", "longitude"), np.full((HEIGHT, WIDTH), np.nan))}), ["--static", "lsm"],
      "lsm has no value in 100.0% of its cells"),
