@@ -306,10 +306,11 @@ def read_weights(out: Path, header: Mapping[str, Any]) -> Array:
     shapes = ({"static": (len(static), *sizes[1:])} if static else {}) | ({"weights": sizes} if header.get("weighted") else {})
     with parse_errors(path := out / STATIC, advice := "repeat the command that made it", "cannot be read"):
         arrays = load(path.read_bytes()) if shapes else {}
-    if {name: values.shape for name, values in arrays.items()} != shapes or not all(np.isfinite(x).all() for x in arrays.values()):
-        raise DataError(f"{path}: is no finite {' and '.join(f'{name} {list(shape)}' for name, shape in shapes.items())}; {advice}")
-    if abs((weights := arrays.get("weights", np.ones(sizes))).mean() - 1) > 1e-3 or weights.min() < 0:
-        raise DataError(f"{path}: weights are {weights.min():.3g} to {weights.max():.3g}, expected 0 or more with mean 1; {advice}")
+    weights = arrays.get("weights", np.ones(sizes))
+    is_finite = all(np.isfinite(values).all() for values in arrays.values())
+    if not (is_finite and {name: values.shape for name, values in arrays.items()} == shapes and abs(weights.mean() - 1) < 1e-3):
+        expected = " and ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise DataError(f"{path}: expected finite {expected}, and weights of mean 1; {advice}")
     return weights
 
 
@@ -354,7 +355,11 @@ def convert(options: argparse.Namespace) -> command.Plan:
     }  # fmt: skip
     del header["sides"]
     areas = [cell_areas(side.coordinates) if side.is_latitude else np.ones(len(side.coordinates)) for side in source.sides]
-    static, weights = standardize_static(pairs), cell_weights([each[:cells] for each, cells in zip(areas, shape)], masks[0])
+    static = standardize_static(pairs)
+    known = [*static, *(channel.variable for channel in source.channels)]
+    if unknown := [name for name, _ in settings.fill if name not in known]:
+        raise ConfigError(f"--fill {unknown[0]}: the variables are {' '.join(dict.fromkeys(known))}")
+    weights = cell_weights([each[:cells] for each, cells in zip(areas, shape)], masks[0])
     rows: Mapping[str, Rows] = {split: [(index, 0) for index in indices] for split, indices in splits.items()}
     rows, interval = order_frames(source, splits) if settings.forecast else (rows, None)
     per_file = max(1, FILE_BYTES // (4 * len(names) * math.prod(shape)))

@@ -358,7 +358,7 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
     if field not in KINDS and "factor" not in prepared.recipe:
         raise DataError(f"{prepared.out}: recipe.json is not of data_prep.fields; name another folder")
     masked, compares = field_pairs.read_weights(prepared.out, index) == 0, index["factor"] and not prepared.recipe.get("coarse")
-    conserved = {"volumes": ("density, matter", 1), "turbulence": ("vorticity, circulation", 0)}.get(field or "")
+    conserved = {"volumes": ("density", 1), "turbulence": ("vorticity", 0)}.get(field or "")
     if not compares:
         print("low is of a source of its own, or absent, and is not compared with the mean of high")
     standard, factor = Standard.from_header(index), index["factor"]
@@ -369,8 +369,7 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
         if compares and (error := np.nanmax(np.abs(standard.apply(block_mean(high, factor, standard.sides)) - low))) > TOLERANCE:
             yield f"{path}: row {row}: 'low' is {error:.2g} deviations off the mean of blocks of 'high'; make the file again"
         if conserved and abs(excess := high.mean() - conserved[1]) > TOLERANCE:
-            name, _, quantity = conserved[0].partition(", ")
-            yield f"{path}: row {row}: the mean {name} is off by {excess:.2g}, {quantity} is not conserved; make the file again"
+            yield f"{path}: row {row}: the mean {conserved[0]} is off by {excess:.2g}, it is not conserved; make the file again"
     if compares:
         print(f"low of {len(rows)} samples compared with the mean of high")
 

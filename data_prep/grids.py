@@ -140,14 +140,15 @@ class Source:
         return values
 
     def read_static(self) -> dict[str, Array]:
-        """Return the static fields in physical units, by name.   [*S] each"""
-        own, fields = self._static_variables(self.files[0]), dict[str, Array]()
+        """Return the static fields in physical units, by name: variables of the first file, and all of other files.   [*S] each"""
+        fields = dict[str, Array]()
         for name in self.choice.static:
-            if name not in own and not Path(name).exists():
-                has = f"; it has {', '.join(own)}" if own else ""
-                over = f"over {' and '.join(self._side_names)} alone"
-                raise ConfigError(f"--static {name}: no such file, and {self.path} has no such variable {over}{has}")
-            fields |= {name: own[name]} if name in own else self._static_variables(list_files(Path(name))[0])
+            is_file = Path(name).exists()
+            found = self._static_variables(file := list_files(Path(name))[0] if is_file else self.files[0])
+            if not found or not (is_file or name in found):
+                over, has = " and ".join(self._side_names), ", ".join(found) or "none"
+                raise ConfigError(f"--static {name}: {file} has no such variable over {over} alone; it has {has}")
+            fields |= found if is_file else {name: found[name]}
         for name, values in fields.items():
             _fill_missing(values, dict(self.choice.fill).get(name), f"{self.path}: {name}", name)
         return fields
@@ -156,15 +157,13 @@ class Source:
         """Return the variables of a file that have the sides, and one entry along all other dims."""
         dataset = open_file(file, replace(self.choice, variables=()))
         sides = [_read_side(dataset, dim, file) for dim in self._find_sides(dataset)]
-        for side, own in zip(sides, self.sides):
-            ours, theirs = own.coordinates, side.coordinates
-            if len(ours) != len(theirs) or np.abs(ours - theirs).max() > own.length / len(ours) / 100:
-                raise DataError(f"{file}: {side.name} differs from {own.name} of {self.path}; interpolate it to that grid")
+        for ours, theirs in zip(self.sides, sides):
+            a, b = ours.coordinates, theirs.coordinates
+            if len(a) != len(b) or np.abs(a - b).max() > ours.length / len(a) / 100:
+                raise DataError(f"{file}: {theirs.name} differs from {ours.name} of {self.path}; interpolate it to that grid")
         dims, size = {side.name for side in sides}, math.prod(self.shape)
         fields = {str(name): each.squeeze(sorted({*each.dims} - dims)) for name, each in dataset.data_vars.items()
                   if dims <= {*each.dims} and each.dtype.kind in "bfiu" and each.size == size}  # fmt: skip
-        if not fields and file not in self.files:
-            raise ConfigError(f"{file}: has no variable over {' and '.join(dims)} alone, for --static")
         with parse_errors(file, "fetch or write it again", "cannot be read"):
             return {name: _read_cells(each, sides).astype(float) for name, each in fields.items()}
 

@@ -7,6 +7,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from data_prep import fields
 from data_prep.field_pairs import block_mean
@@ -130,7 +131,72 @@ def test_a_coarse_source_is_taken_if_it_is_of_the_same_places_times_and_units(tm
     assert Standard.from_header(index).invert(rows["low"][7])[0] == pytest.approx(truth, rel=1e-5)
 
 
+def test_static_fields_and_weights_are_beside_the_samples_and_masked_cells_are_left_out(tmp_path: Path, capsys: Any) -> None:
+    dataset, land = reanalysis()[["t2m"]], draw(HEIGHT, WIDTH, seed=3) > 0.4
+    dataset["sst"] = dataset.t2m.where(~land) + 7
+    dataset["lsm"] = ("latitude", "longitude"), land
+    dataset.to_netcdf(tmp_path / "x.nc", engine="h5netcdf")
+    coordinates = {"lat": np.linspace(-90, 90, HEIGHT), "lon": dataset.longitude.values}
+    height = xarray.Dataset({"orog": (("valid_time", "lat", "lon"), 500 * draw(1, HEIGHT, WIDTH, seed=4))}, coordinates)
+    height.to_netcdf(tmp_path / "orography.nc", engine="h5netcdf")
+    index = convert(tmp_path / "x.nc", tmp_path / "out", "--mask", "--static", "lsm", str(tmp_path / "orography.nc"))
+    assert "sst: " in (text := capsys.readouterr().out) and f"masked in {land[:0:-1].mean():.1%} of its cells" in text, text
+    assert index["channels"] == ["t2m", "sst"] and index["static"] == ["lsm", "orog"] and index["weighted"]
+    arrays, sea = load_file(tmp_path / "out/static.safetensors"), ~land[:0:-1]
+    assert (arrays["static"][0] == land[:0:-1]).all() and arrays["static"][1].std() == pytest.approx(1, rel=1e-5)
+    assert np.corrcoef(arrays["static"][1].ravel(), height.orog.values[0, :-1].ravel())[0, 1] == pytest.approx(1)
+    area = np.cos(np.radians(np.linspace(-90, 90, HEIGHT)[:-1]))[:, None] * np.ones(WIDTH)
+    area[0] = (1 - np.cos(np.pi / 32)) / (2 * np.sin(np.pi / 32))              # the polar cap, in that unit
+    for weights, values in zip(arrays["weights"], (area, area * sea)):
+        assert weights == pytest.approx(values / values.mean(), rel=1e-5)
+    rows, standard = columns(tmp_path / "out/train"), Standard.from_header(index)
+    assert (rows["high"][:, 1, ~sea] == 0).all() and standard.mean[1] == pytest.approx(float(dataset.sst[:36, :-1].mean()), abs=0.1)
+    cells = np.where(sea, standard.invert(rows["high"][5])[1], np.nan).reshape(4, 4, 8, 4).swapaxes(1, 2).reshape(4, 8, 16)
+    low, empty = standard.invert(rows["low"][5])[1], np.isnan(cells).all(2)
+    assert empty.any() and (rows["low"][:, 1, empty] == 0).all()
+    assert low[~empty] == pytest.approx(np.nanmean(cells[~empty], 1), rel=1e-5)
+    dataset.sst.values[9, 8, np.flatnonzero(~land[8])[:5]] = np.nan             # ice, once
+    dataset.to_netcdf(tmp_path / "ice.nc", engine="h5netcdf")
+    assert fields.main(["convert", str(tmp_path / "ice.nc"), str(tmp_path / "ice"), "--workers", "1", "--mask"]) == 2
+    assert "2020-01-03T06:00: sst has a value only in some samples in 1.0% of its cells" in capsys.readouterr().err
+
+
+def test_frames_of_trajectories_are_in_the_order_of_time_with_steps(tmp_path: Path, capsys: Any) -> None:
+    members = [reanalysis()[["t2m"]].isel(latitude=slice(1, None)) + 20 * member for member in range(2)]
+    dataset = xarray.concat(members, "number").transpose("number", "time", ...).drop_isel(time=10)
+    (tmp_path / "files").mkdir()
+    dataset.isel(time=slice(0, 25)).to_netcdf(tmp_path / "files/b.nc", engine="h5netcdf")
+    dataset.isel(time=slice(25, None)).to_netcdf(tmp_path / "files/a.nc", engine="h5netcdf")
+    index = convert(tmp_path / "files", tmp_path / "out", "--forecast", "--gap", "2", "--transform", "t2m=none")
+    assert index["interval"] == [6, "hours"] and index["factor"] == 0 and sorted(index["fields"]) == ["high", "step"]
+    assert "train: 70 frames, 6 hours apart, in 4 trajectories of at most 25" in capsys.readouterr().out
+    rows = columns(tmp_path / "out/train")
+    true = dataset.t2m.values[:, :35, ::-1].reshape(70, 1, 16, WIDTH)           # the first member, then the second
+    assert Standard.from_header(index).invert(rows["high"]) == pytest.approx(true, rel=1e-5)
+    assert (np.flatnonzero(np.diff(rows["step"]) != 1) + 1).tolist() == [10, 35, 45] and (np.diff(rows["step"]) > 0).all()
+    table = load_file(next((tmp_path / "out/train").glob("index-*.safetensors")))
+    assert (table["step:values"] == rows["step"]).all()
+    monthly = reanalysis()[["t2m"]].assign_coords(time=np.arange("2000-01", "2003-05", dtype="M8[M]").astype("M8[ns]"))
+    monthly.to_netcdf(tmp_path / "monthly.nc", engine="h5netcdf")
+    assert convert(tmp_path / "monthly.nc", tmp_path / "months", "--forecast")["interval"] == [1, "months"]
+    for run in range(2):                                                        # which restart the clock
+        np.save(tmp_path / f"files/run{run}.npy", draw(12, 16, 16, seed=run))
+    for path in tmp_path.glob("files/*.nc"):
+        path.unlink()
+    index = convert(tmp_path / "files", tmp_path / "runs", "--forecast", "--variables", "w", "--validation", "0.2")
+    assert index["interval"] == [1, "frames"] and not index["weighted"] and not (tmp_path / "runs/static.safetensors").exists()
+    assert np.flatnonzero(np.diff(columns(tmp_path / "runs/train")["step"]) != 1).tolist() == [11]
+
+
 @pytest.mark.parametrize(("change", "options", "message"), [
+    (None, ["--fill", "q=1"], "--fill q: the variables are t2m tp z"),
+    (None, ["--static", "lsm"], "has no such variable over latitude and longitude alone; it has none"),
+    (lambda x: x.update({"flat": (("latitude", "longitude"), np.ones((HEIGHT, WIDTH)))}), ["--static", "flat"], "flat is 1 in all"),
+    (lambda x: x.update({"lsm": (("latitude", "longitude"), np.full((HEIGHT, WIDTH), np.nan))}), ["--static", "lsm"],
+     "lsm has no value in 100.0% of its cells"),
+    (lambda x: x.t2m.values.__setitem__(slice(None), np.nan), ["--mask"], "t2m has no value in any cell"),
+    (None, ["--forecast", "--validation", "0.05"], "validation has 2 frames in a row, 6 hours apart, expected 3 or more"),
+    (None, ["--forecast", "--coarse", "tests"], "frames have no coarse counterpart"),
     (lambda x: x.t2m.values.__setitem__((3, 2), np.nan), [], "2020-01-01T18:00: t2m has no value in 5.9% of its cells; give one"),
     (lambda x: x.tp.values.__setitem__(slice(None), -1e-3), ["--transform", "tp=log"], "has no logarithm"),
     (lambda x: x.t2m.values.__setitem__(slice(None), 273), [], "t2m is 273 in all cells"),

@@ -6,8 +6,9 @@ import shutil
 import h5py
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from data_prep import cosmoflow, fields, scenes, store
+from data_prep import cosmoflow, fields, scenes, store, turbulence
 from data_prep.atmosphere import VARIABLES
 from data_prep.sphere import Grid
 from hpcai import dist
@@ -150,8 +151,89 @@ def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path,
     split = open_split(tmp_path / "train", requested, "", LoaderConfig(), dist.single_process())
     assert sorted(split.read(0)) == ["high", "low"]
     split.close()
+    weights = load_file(tmp_path / "static.safetensors")["weights"]
+    assert index["weighted"] and index["static"] == [] and index["interval"] is None and weights.shape == (4, 64, 96)
+    area = np.cos(np.radians((np.arange(64) + 0.5) * 180 / 64 - 90))
+    assert weights == pytest.approx(np.broadcast_to((area / area.mean())[:, None], weights.shape), rel=1e-5)
+    for change in ({"weights": weights[:, 1:]}, {"weights": 2 * weights}, {}):
+        save_file(change, tmp_path / "static.safetensors")
+        assert run("check", tmp_path, "--no-picture") == 2
     steps = np.abs(np.diff(rows["high"], axis=3, append=rows["high"][..., :1])).mean((0, 1, 2))
     assert steps[-1] < steps[:-1].mean() + 5 * steps[:-1].std()                 # steps across the edge are like those inside
+
+
+# ---- turbulence
+
+
+class Unforced(turbulence.Flow):
+    def spectrum(self, values):
+        """Return the wavenumbers of the flow, of values on its cells."""
+        cut = np.fft.rfft2(values)[:, : self.highest + 1]
+        return cut * (np.abs(np.fft.fftfreq(self.cells, 1 / self.cells)) <= self.highest)[:, None]
+
+
+def test_advection_is_that_of_the_velocity_and_conserves_energy_and_enstrophy():
+    flow, k = Unforced(32, 0, 0), np.fft.fftfreq(32, 1 / 32)
+    x, y = np.arange(17.0), k[:, None]
+    w = flow.spectrum(20 * np.random.default_rng(0).standard_normal((32, 32))) / np.maximum(x[:11] ** 2 + y**2, 1)
+    w[0, 0] = 0
+
+    def gradient(values, factor):
+        return np.fft.irfft2(1j * factor * np.fft.rfft2(values))
+
+    def budgets(w):
+        vorticity, stream = flow.to_cells(w), flow.to_cells(w / np.maximum(x[:11] ** 2 + y**2, 1))
+        return (stream * vorticity).mean(), (vorticity**2).mean()           # twice the energy, twice the enstrophy
+
+    vorticity, stream = flow.to_cells(w), flow.to_cells(w / np.maximum(x[:11] ** 2 + y**2, 1))
+    direct = gradient(stream, x) * gradient(vorticity, y) - gradient(stream, y) * gradient(vorticity, x)    # u = d psi / dy
+    assert abs(flow.advect(w) - flow.spectrum(direct)).max() < 1e-12 * abs(flow.spectrum(direct)).max()
+    later = w
+    for _ in range(50):
+        later = flow.step(later, 0.01)
+    assert budgets(later) == pytest.approx(budgets(w), rel=1e-7) and abs(flow.to_cells(later) - vorticity).max() > 0.1
+
+
+def test_a_taylor_green_vortex_decays_at_its_exact_rate():
+    flow, cells = Unforced(32, 0.02, 0.1), 2 * np.pi * np.arange(32) / 32
+    vortex = np.cos(3 * cells)[:, None] * np.cos(3 * cells)
+    w = flow.spectrum(vortex)
+    for _ in range(20):
+        w = flow.step(w, 0.05)
+    assert flow.to_cells(w) == pytest.approx(np.exp(-(0.02 * 18 + 0.1)) * vortex, abs=1e-12)
+
+
+def test_forced_turbulence_is_steady_and_correlates_with_the_frame_before():
+    frames = np.array([turbulence.simulate(128, 4, fields.INTERVAL, store.generator(1, 2, number)) for number in range(3)])
+    frames = fields.block_mean(frames, 2, 2)
+    assert 2.3 < frames.std() < 3.1 and abs(frames.mean((2, 3))).max() < 1e-12
+    correlation = [np.corrcoef(frames[:, n].ravel(), frames[:, n + 1].ravel())[0, 1] for n in range(3)]
+    assert np.mean(correlation) == pytest.approx(0.8, abs=0.06)
+    k = np.fft.fftfreq(64, 1 / 64)
+    shells = np.hypot(k, k[:, None]).round().astype(int).ravel()
+    enstrophy = np.bincount(shells, (abs(np.fft.fft2(frames)) ** 2).mean((0, 1)).ravel())
+    assert 2 <= enstrophy[:20].argmax() <= 5                                                # the forcing
+    slope = np.polyfit(np.log(np.arange(6, 20)), np.log(enstrophy[6:20] / np.arange(6, 20) ** 2), 1)[0]
+    assert -5.2 < slope < -3                                                                # Kraichnan 1967: -3; steeper with drag
+
+
+def test_trajectories_are_in_one_file_and_are_equal_from_any_number_of_processes(tmp_path, capsys):
+    out, args = tmp_path / "one", ["--kind", "turbulence", "--size", "16", "--samples", "30", "--frames", "3", "--rows", "6"]
+    assert run("simulate", out, *args) == 0 and "configs/turbulence.yaml" in capsys.readouterr().out
+    index, rows = read_json(out / "train" / "index.json"), columns(out / "train")
+    assert index["factor"] == 0 and index["mean"] == [0] and index["channels"] == ["vorticity"] and not index["weighted"]
+    assert index["interval"] == [pytest.approx(0.33 * index["deviation"][0], abs=1e-3), "eddy turnover times"]
+    assert sorted(rows) == ["high", "step"] and rows["step"].tolist() == [0, 1, 2] * 8 and not (out / "static.safetensors").exists()
+    with h5py.File(out / "train" / "fields_000001.h5") as file:
+        frames = turbulence.simulate(32, 3, 0.33, store.generator(1, 2, int(file.attrs["numbers"][1])))
+        for values, frame in zip(file["high"][3:, 0], frames):
+            assert index["deviation"][0] * values == pytest.approx(block_means(frame, 2), abs=1e-5)
+    shutil.copytree(out, tmp_path / "two")
+    (tmp_path / "two" / "train" / "fields_000002.h5").unlink()
+    assert run("simulate", tmp_path / "two", *args) == 0 and run("simulate", tmp_path / "three", *args, workers="2") == 0
+    assert content(out) == content(tmp_path / "two") == content(tmp_path / "three")
+    message = "the mean vorticity is off by"
+    assert check_fails(run, out, tmp_path / "damaged", lambda file: set_to("high", 1, file["high"][1] + 0.01)(file), message)
 
 
 # ---- check
