@@ -145,16 +145,20 @@ class TextEncoder:
     def encode(self, captions: Sequence[str], names: Sequence[str]) -> tuple[Tensor, int]:
         """Return vectors [B, N, J] or [B, J'], and the number of truncated captions. There is no attention mask: padding tokens are
         attended to, as in the pipelines of diffusers and in MLPerf. Raises DataError if a caption is too long."""
-        lengths = [len(ids) for ids in self.tokenizer(list(captions), verbose=False)["input_ids"]]
-        long = [number for number, length in enumerate(lengths) if length > self.length]
-        if long and not self.truncate:
-            reason = f"a caption of {lengths[long[0]]} tokens, {self.folder} takes {self.length}"
-            raise DataError(f"{names[long[0]]}: {reason}; shorten it, or truncate (long: cut)")
+        long = sum(map(self.is_truncated, captions, names))
         kwargs: dict[str, Any] = {"padding": "max_length", "max_length": self.length, "truncation": True, "return_tensors": "pt"}
         ids = self.tokenizer(list(captions), **kwargs)["input_ids"].to(self.device)
         with torch.inference_mode():
             output = self.network(input_ids=ids)
-        return (output.pooler_output if self.pooled else output.last_hidden_state).float().cpu(), len(long)
+        return (output.pooler_output if self.pooled else output.last_hidden_state).float().cpu(), long
+
+    def is_truncated(self, caption: str, name: str) -> bool:
+        """Return whether a caption is too long. Raises DataError if it is, and is not to be truncated."""
+        length = len(self.tokenizer(caption, verbose=False)["input_ids"])
+        if length > self.length and not self.truncate:
+            reason = f"a caption of {length} tokens, {self.folder} takes {self.length}"
+            raise DataError(f"{name}: {reason}; shorten it, or truncate (long: cut)")
+        return length > self.length
 
 
 @dataclass(frozen=True)
