@@ -20,7 +20,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import read_object
 from hpcai.lazy import import_optional
 from hpcai.models.diffusion import VAE, VAEConfig, load_network
-from hpcai.nn.safetensors_files import read_weight_map
+from hpcai.nn.safetensors_files import find_weights, read_weight_map
 
 T5_LENGTH = 256                                 # tokens of a caption in Flux.1-schnell and MLPerf
 CLASSES = {"clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel"}
@@ -102,11 +102,14 @@ def identity(folder: Path) -> str:
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder, in order."""
-    for stem in ("diffusion_pytorch_model.safetensors", "model.safetensors", "pytorch_model.bin"):
-        if (index := folder / f"{stem}.index.json").is_file():
-            return sorted({folder / name for name in read_weight_map(index).values()})
-        if (folder / stem).is_file():
-            return [folder / stem]
+    path = _weights(folder)
+    return sorted({folder / name for name in read_weight_map(path).values()}) if path.suffix == ".json" else [path]
+
+
+def _weights(folder: Path) -> Path:
+    for name in ("diffusion_pytorch_model", "safetensors"), ("model", "safetensors"), ("pytorch_model", "bin"):
+        if (path := find_weights(folder, *name)) is not None:
+            return path
     raise ConfigError(f"{folder}: holds no weights (model.safetensors); fetch or save the folder again")
 
 
@@ -116,6 +119,7 @@ def load_pretrained(folder: Path, tokenizer: Path, name: str, purpose: str, **kw
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers = import_optional("transformers", f"{purpose} by {folder} needs", "latents")
     transformers.logging.set_verbosity_error()              # it lists all unused weights of CLIP
+    kwargs["variant"] = next((part for part in ("fp16", "bf16") if f".{part}." in _weights(folder).name), None)
     with parse_errors(folder, "save it again", f"cannot be read as a {name} with its tokenizer {tokenizer}"):
         words = transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         cls = getattr(transformers, name)

@@ -136,6 +136,13 @@ def open_tensors(source: Path) -> dict[str, LazyTensor]:
     return tensors
 
 
+def find_weights(folder: Path, stem: str, ending: str = "safetensors") -> Path | None:
+    """Return the index of the weights in a folder, or their file, such as model.safetensors or its variant of half precision, or
+    None."""
+    names = ((f"{stem}.{ending}.index{part}.json", f"{stem}{part}.{ending}") for part in ("", ".fp16", ".bf16"))
+    return next((folder / name for pair in names for name in pair if (folder / name).exists()), None)
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
     """Return the file name of each tensor in an index. Raises CheckpointError for files outside the folder of the index."""
     expected = "an index of safetensors files with a weight_map"

@@ -243,6 +243,10 @@ def test_encoders_are_named_separately_and_captions_may_be_absent(
     text = caption(split_numbers()["train"][2])
     ids = tokenizer(text, padding="max_length", max_length=N, return_tensors="pt").input_ids
     assert rows["tokens"][2] == pytest.approx(clip(ids).last_hidden_state[0].detach().numpy(), rel=2e-3, abs=2e-3)
+    half = shutil.copytree(pipeline / "text_encoder", tmp_path / "text_encoder")
+    (half / "model.safetensors").rename(half / "model.fp16.safetensors")
+    network, _ = encoders.load_pretrained(half, pipeline / "tokenizer", "CLIPTextModel", "a test")
+    assert torch.equal(network(ids).last_hidden_state, clip(ids).last_hidden_state)
     plain = write_files(tmp_path / "bare", {f"{n}.png": encode(picture(n)) for n in range(IMAGES)})
     capsys.readouterr()
     assert convert(plain, tmp_path / "two", "--model", pipeline, *SMALL) == 0 and "there are no captions" in capsys.readouterr().out

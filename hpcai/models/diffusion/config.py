@@ -60,8 +60,9 @@ class UNetConfig(Settings):
         if ("cross" in kinds) != (self.tokens is not None):
             raise ValueError("attention to tokens (cross) needs tokens, their channels, and tokens need attention to them")
         for channels, kind, heads in zip((*self.channels, self.channels[-1]), kinds, (*self.heads, self.heads[-1])):
-            if channels % self.groups or (kind != "none" and channels % (self.attention_groups or self.groups)):
-                raise ValueError(f"{channels} channels cannot make {self.groups} groups; give a divisor of all channels")
+            for name in ("groups", "attention_groups") if kind != "none" and self.attention_groups else ("groups",):
+                if channels % (groups := getattr(self, name)):
+                    raise ValueError(f"{channels} channels cannot make {groups} groups ({name}); give a divisor of all channels")
             if kind != "none" and channels % heads:
                 raise ValueError(f"{channels} channels are not a multiple of {heads} heads; give other heads")
         return self
