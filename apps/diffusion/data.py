@@ -21,6 +21,7 @@ from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, UNetConfig, load_deferred, parallelize
+from hpcai.models.diffusion.lora import adapt
 from hpcai.programs import command_of
 
 _DESCRIPTION = (
@@ -194,7 +195,8 @@ def build_model(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
     model = Diffusion(shape, cfg.train.seed)
     latents.set_empty_text(model, cfg.data.directory)
     shard = partial(parallelize, mesh=mesh)
-    return shard(model) if cfg.start.weights is None else load_deferred(model, cfg.start.weights, shard)
+    model = shard(model) if cfg.start.weights is None else load_deferred(model, cfg.start.weights, shard)
+    return model if cfg.lora is None else adapt(model, cfg.lora)
 
 
 def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig) -> None:

@@ -104,7 +104,9 @@ def build_model(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
     )  # fmt: skip
     model = Diffusion(shape, seed=3)
     model.network = network(cfg)
-    return diffusion.parallelize(model, mesh)
+    diffusion.parallelize(model, mesh)
+    torch.manual_seed(0)
+    return diffusion.adapt(model, diffusion.DiffusionLoRAConfig()) if cfg == GLOBE else model
 
 
 def batch(mesh: Mesh, cfg: UNetConfig, model: Diffusion, step: int) -> Batch:
@@ -140,7 +142,7 @@ def train_unsharded(cfg: UNetConfig) -> Any:
     return train_and_sample(single_process(), cfg)
 
 
-TRAINED = [(MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2})]
+TRAINED = [(MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2}), (GLOBE, {"height": 2})]
 
 
 @pytest.mark.parametrize(("cfg", "axes"), TRAINED, ids=case_id)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Settings
+from hpcai.settings import LoRAConfig
 
 Recompute = Literal["none", "selective", "layers"]
 Levels = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
@@ -286,6 +287,17 @@ class LatentsConfig(Settings):
     """channels of the pooled text embedding"""
     encoders: tuple[str, ...] = ()
     """text encoders"""
+
+
+class DiffusionLoRAConfig(LoRAConfig):
+    """LoRA adapters of a denoising network; defaults of the training scripts of diffusers."""
+
+    rank: PositiveInt = 4
+    alpha: PositiveFloat = 4.0
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+    )  # fmt: skip
+    """names of linear layers; by default those of the list that the network has"""
 
 
 class DiffusionConfig(Settings):

@@ -36,11 +36,11 @@ _IGNORED = {"sample_size", "force_upcast", "upcast_attention", "addition_time_em
 
 State = dict[str, Tensor]
 NameMap = Mapping[str, Sequence[Any]]  # name in diffusers -> our name, and the default of one that is not required
-_TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_text(encoding="utf-8"))
+TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_text(encoding="utf-8"))
 """names of settings, fixed values of those that our networks do not have, and the settings of U-Nets that are read"""
-_UNET_FIXED, _UNET_2D_FIXED = (_TABLES["unet fixed"] | _TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel"))
-_UNET, _UNET_READ, _BLOCKS = (_TABLES[f"unet {name}"] for name in ("names", "read", "blocks"))
-_VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (_TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
+_UNET_FIXED, _UNET_2D_FIXED = (TABLES["unet fixed"] | TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel"))
+_UNET, _UNET_READ, _BLOCKS = (TABLES[f"unet {name}"] for name in ("names", "read", "blocks"))
+_VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
 
 
 class DiffusersClass(NamedTuple):
@@ -356,7 +356,7 @@ def _from_dit(config: Mapping[str, Any], path: Path, defaults: Mapping[str, Any]
 def _from_flux(config: Mapping[str, Any], path: Path) -> FluxConfig:
     inputs = config.get("in_channels", 64)
     outputs = inputs if config.get("out_channels") == inputs else None
-    return FluxConfig(**_from_diffusers(config, path, _TABLES["flux names"], {"patch_size": 1, "out_channels": outputs}))
+    return FluxConfig(**_from_diffusers(config, path, TABLES["flux names"], {"patch_size": 1, "out_channels": outputs}))
 
 
 def _to_dit(cfg: Any) -> dict[str, Any] | None:
@@ -366,7 +366,7 @@ def _to_dit(cfg: Any) -> dict[str, Any] | None:
 def _to_flux(cfg: Any) -> dict[str, Any] | None:
     if not isinstance(cfg, FluxConfig) or cfg.theta != 10_000.0:
         return None
-    return _to_diffusers("FluxTransformer2DModel", cfg, _TABLES["flux names"], {"patch_size": 1, "out_channels": None})
+    return _to_diffusers("FluxTransformer2DModel", cfg, TABLES["flux names"], {"patch_size": 1, "out_channels": None})
 
 
 DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
@@ -375,7 +375,7 @@ DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
     "AutoencoderKL": DiffusersClass(VAE, _from_vae, _to_vae, _update_names),
     "DiTTransformer2DModel": DiffusersClass(DiT, _from_dit, _to_dit, dict),
     "Transformer2DModel": DiffusersClass(  # DiT in older files, whose defaults are not those of a DiT
-        DiT, partial(_from_dit, defaults=_TABLES["Transformer2DModel defaults"]), lambda cfg: None, dict
+        DiT, partial(_from_dit, defaults=TABLES["Transformer2DModel defaults"]), lambda cfg: None, dict
     ),
     "FluxTransformer2DModel": DiffusersClass(Flux, _from_flux, _to_flux, dict),
 }
