@@ -1,6 +1,6 @@
 """Readers of images or latents with captions, in the formats in which such sets are published.
 
-    a folder            NAME.png .jpg .jpeg .jfif .webp .npy at any depth, with captions NAME.txt beside them
+    a folder            NAME.png .jpg .jpeg .jfif .webp .npy at any depth, also linked, with captions NAME.txt
     *.tar               webdataset: members KEY.png and so on, KEY.txt
                         KEY.npy, KEY.txt: MLPerf's Stable Diffusion, moments float32 [1, 2L, h, w]
     *.arrow             MLPerf's Flux.1: __key__, mean, logvar [L, h, w], t5_encodings [N, J], clip_encodings [J'], timestep
@@ -13,9 +13,11 @@ L channels of a latent   h w its pixels   N tokens of J elements   J' elements o
 
 import io
 import math
+import os
 import tarfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -86,7 +88,7 @@ def find_shards(folder: Path) -> list[Shard]:
             tables += [Shard(table / name) for name in names]
         return tables
     for ending in (".tar", ".arrow"):           # tables beside tar files are their metadata
-        if shards := sorted(path for path in folder.rglob(f"*{ending}") if not path.name.startswith(".")):
+        if shards := sorted(path for path in _walk(folder) if path.name.endswith(ending)):
             return [Shard(path) for path in shards]
     names = _names_of(folder, IMAGE_SUFFIXES)
     if not names:
@@ -95,8 +97,17 @@ def find_shards(folder: Path) -> list[Shard]:
 
 
 def _names_of(folder: Path, suffixes: Collection[str]) -> list[str]:
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix[1:].lower() in suffixes)
-    return [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
+    return sorted(path.relative_to(folder).as_posix() for path in _walk(folder) if path.suffix[1:].lower() in suffixes)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder at any depth but hidden ones. Symbolic links are followed, to each folder once."""
+    seen = set[str]()
+    for root, folders, files in os.walk(folder, followlinks=True):
+        is_new = (real := os.path.realpath(root)) not in seen
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
+        yield from (Path(root, name) for name in files if is_new and not name.startswith("."))
 
 
 def list_unread(shards: Sequence[Shard]) -> list[tuple[str, str]]:
@@ -106,8 +117,16 @@ def list_unread(shards: Sequence[Shard]) -> list[tuple[str, str]]:
     return [(str(path), f"{path.suffix.lower()} is not read; convert it to .png") for path in paths]
 
 
-def list_samples(shard: Shard) -> dict[str, Any]:
-    """List the samples of a shard, so that any of them can be read directly. Raises DataError if there are none."""
+def list_samples(shard: Shard, skip_bad: bool = False) -> dict[str, Any]:
+    """List the samples of a shard, so that any of them can be read directly. Raises DataError if there are none; with ``skip_bad``
+    the shard is then "refused"."""
+    entries, skipped = list[Entry](), store.Skipped(skip_bad)
+    with skipped.catch(shard.path):
+        entries = _list_entries(shard)
+    return {"entries": entries, "refused": list(skipped)}
+
+
+def _list_entries(shard: Shard) -> list[Entry]:
     if shard.kind == "tar":
         entries = list(_tar_entries(shard.path))
     elif shard.kind == "table":
@@ -118,7 +137,7 @@ def list_samples(shard: Shard) -> dict[str, Any]:
         entries = [{"name": name, "caption": (shard.path / name).with_suffix(".txt").is_file()} for name in shard.names]
     if not entries:
         raise DataError(f"{shard.path}: holds no sample; leave it out")
-    return {"entries": entries}
+    return entries
 
 
 def read_entries(path: Path, numbers: Sequence[int]) -> list[Entry]:
@@ -156,27 +175,38 @@ def _tar_entries(path: Path) -> Iterator[Entry]:
 # ---- samples
 
 
-def read_samples(shard: Shard, entries: Sequence[Entry]) -> Iterator[Sample]:
-    """Yield the samples of some entries of a shard. Raises DataError, with file and member, if one cannot be read."""
+def read_samples(shard: Shard, entries: Sequence[Entry], skipped: store.Skipped) -> Iterator[Sample]:
+    """Yield the samples of some entries of a shard but those that cannot be read, which are ``skipped``."""
+    for name, read in _readers(shard, entries):
+        with skipped.catch(name):
+            yield read()
+
+
+def _readers(shard: Shard, entries: Sequence[Entry]) -> Iterator[tuple[str, Callable[[], Sample]]]:
+    """Yield the name of each sample, and a function that reads it."""
     if shard.kind == "table":
         rows, at = [entry["row"] for entry in entries], 0
         for begin, batch in _read_batches(shard.path, ("__key__", *COLUMNS, "timestep")):
             while at < len(rows) and rows[at] < begin + batch.num_rows:
                 row = {name: batch.column(name)[rows[at] - begin].as_py() for name in batch.schema.names}
                 name = f"{shard.path}: {row['__key__']}"
-                yield Sample(name, level=row.get("timestep"), **_decode_flux(name, row))
+                yield name, partial(_table_sample, name, row)
                 at += 1
             if at == len(rows):
                 return
     elif shard.kind == "tar":
         with shard.path.open("rb") as file:
             for entry in entries:
-                yield _tar_sample(file, shard.path, entry)
+                name = f"{shard.path}: {entry['name']}"
+                yield name, partial(_tar_sample, file, name, entry["members"])
     else:
         for entry in entries:
-            path = shard.path / entry["name"]
-            caption = _decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
-            yield Sample(str(path), caption, **_image_or_moments(_read_bytes(path), path.suffix[1:].lower(), str(path)))
+            yield str(path := shard.path / entry["name"]), partial(_file_sample, path, entry["caption"])
+
+
+def _file_sample(path: Path, captioned: bool) -> Sample:
+    caption = _decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if captioned else None
+    return Sample(str(path), caption, **_image_or_moments(_read_bytes(path), path.suffix[1:].lower(), str(path)))
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -193,9 +223,7 @@ def _decode_text(data: bytes, where: str) -> str:
         raise DataError(f"{where}: byte 0x{data[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8)") from None
 
 
-def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
-    name, members = f"{path}: {entry['name']}", entry["members"]
-
+def _tar_sample(file: IO[bytes], name: str, members: Mapping[str, Sequence[int]]) -> Sample:
     def data(ending: str) -> bytes:
         offset, size = members[ending]
         file.seek(offset)
@@ -236,9 +264,9 @@ def _load_npy(data: bytes, where: str) -> Array:
     return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C").copy()
 
 
-def _decode_flux(name: str, row: Mapping[str, bytes | None]) -> dict[str, Any]:
-    """Return the arrays of a sample of MLPerf's Flux.1."""
-    arrays = {}
+def _table_sample(name: str, row: Mapping[str, Any]) -> Sample:
+    """Return a sample of MLPerf's Flux.1."""
+    arrays: dict[str, Any] = {}
     for column, part in COLUMNS.items():
         if column in row:
             if (data := row[column]) is None:
@@ -248,7 +276,7 @@ def _decode_flux(name: str, row: Mapping[str, bytes | None]) -> dict[str, Any]:
     if mean.shape != logvar.shape or mean.ndim != 3:
         shapes = f"{list(mean.shape)} and {list(logvar.shape)}"
         raise DataError(f"{name}: mean and logvar are {shapes}, expected the same [L, h, w]; {REMEDY}")
-    return {"moments": np.concatenate((mean, logvar)), **arrays}
+    return Sample(name, level=row.get("timestep"), moments=np.concatenate((mean, logvar)), **arrays)
 
 
 def bfloat16_to_float32(values: Array, where: str) -> Array:
@@ -311,6 +339,8 @@ def _decode_image(sample: Sample) -> Array:
     formats = ("PNG", "JPEG", "WEBP")           # of others, EPS starts Ghostscript
     reading = parse_errors(sample.name, REMEDY, "cannot be read as an image")
     with reading, Image.open(io.BytesIO(sample.image), formats=formats) as opened:
+        if opened.format != "MPO" and getattr(opened, "is_animated", False):    # an MPO is a photograph with its preview
+            raise DataError(f"{sample.name}: an animated image; save one of its frames as .png, or leave it out")
         mode, image = opened.mode, ImageOps.exif_transpose(opened)
         if image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255:
             sample.over_white = True

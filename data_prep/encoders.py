@@ -20,7 +20,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import read_object
 from hpcai.lazy import import_optional
 from hpcai.models.diffusion import VAE, VAEConfig, load_network
-from hpcai.nn.safetensors_files import read_weight_map
+from hpcai.nn.safetensors_files import find_weights, read_weight_map
 
 T5_LENGTH = 256                                 # tokens of a caption in Flux.1-schnell and MLPerf
 CLASSES = {"clip": "CLIPTextModel", "clip_text_model": "CLIPTextModel", "t5": "T5EncoderModel"}
@@ -102,11 +102,14 @@ def identity(folder: Path) -> str:
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder, in order."""
-    for stem in ("diffusion_pytorch_model.safetensors", "model.safetensors", "pytorch_model.bin"):
-        if (index := folder / f"{stem}.index.json").is_file():
-            return sorted({folder / name for name in read_weight_map(index).values()})
-        if (folder / stem).is_file():
-            return [folder / stem]
+    path = _weights(folder)
+    return sorted({folder / name for name in read_weight_map(path).values()}) if path.suffix == ".json" else [path]
+
+
+def _weights(folder: Path) -> Path:
+    for name in ("diffusion_pytorch_model", "safetensors"), ("model", "safetensors"), ("pytorch_model", "bin"):
+        if (path := find_weights(folder, *name)) is not None:
+            return path
     raise ConfigError(f"{folder}: holds no weights (model.safetensors); fetch or save the folder again")
 
 
@@ -116,6 +119,7 @@ def load_pretrained(folder: Path, tokenizer: Path, name: str, purpose: str, **kw
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers = import_optional("transformers", f"{purpose} by {folder} needs", "latents")
     transformers.logging.set_verbosity_error()              # it lists all unused weights of CLIP
+    kwargs["variant"] = next((part for part in ("fp16", "bf16") if f".{part}." in _weights(folder).name), None)
     with parse_errors(folder, "save it again", f"cannot be read as a {name} with its tokenizer {tokenizer}"):
         words = transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         cls = getattr(transformers, name)
@@ -145,16 +149,20 @@ class TextEncoder:
     def encode(self, captions: Sequence[str], names: Sequence[str]) -> tuple[Tensor, int]:
         """Return vectors [B, N, J] or [B, J'], and the number of truncated captions. There is no attention mask: padding tokens are
         attended to, as in the pipelines of diffusers and in MLPerf. Raises DataError if a caption is too long."""
-        lengths = [len(ids) for ids in self.tokenizer(list(captions), verbose=False)["input_ids"]]
-        long = [number for number, length in enumerate(lengths) if length > self.length]
-        if long and not self.truncate:
-            reason = f"a caption of {lengths[long[0]]} tokens, {self.folder} takes {self.length}"
-            raise DataError(f"{names[long[0]]}: {reason}; shorten it, or truncate (long: cut)")
+        long = sum(map(self.is_truncated, captions, names))
         kwargs: dict[str, Any] = {"padding": "max_length", "max_length": self.length, "truncation": True, "return_tensors": "pt"}
         ids = self.tokenizer(list(captions), **kwargs)["input_ids"].to(self.device)
         with torch.inference_mode():
             output = self.network(input_ids=ids)
-        return (output.pooler_output if self.pooled else output.last_hidden_state).float().cpu(), len(long)
+        return (output.pooler_output if self.pooled else output.last_hidden_state).float().cpu(), long
+
+    def is_truncated(self, caption: str, name: str) -> bool:
+        """Return whether a caption is too long. Raises DataError if it is, and is not to be truncated."""
+        length = len(self.tokenizer(caption, verbose=False)["input_ids"])
+        if length > self.length and not self.truncate:
+            reason = f"a caption of {length} tokens, {self.folder} takes {self.length}"
+            raise DataError(f"{name}: {reason}; shorten it, or truncate (long: cut)")
+        return length > self.length
 
 
 @dataclass(frozen=True)

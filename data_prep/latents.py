@@ -154,17 +154,31 @@ class ListedShard:
     shard: Shard
     path: Path                                  # of the listing
     rows: int
+    refused: store.Refused                      # the shard itself, if it cannot be read
     uncaptioned: tuple[str, ...]                # the first sample without a caption, if any
     captions: int
 
 
-def list_shards(parts: Sequence[Shard], folder: Path, workers: int) -> list[ListedShard]:
-    tasks = {folder / f"{number:06d}.json": partial(captioned.list_samples, part) for number, part in enumerate(parts)}
-    shards = []
-    for part, path, listing in zip(parts, tasks, store.all_gather_results(tasks, workers, "samples")):
-        bare = [entry["name"] for entry in listing["entries"] if not entry["caption"]]
-        shards.append(ListedShard(part, path, len(listing["entries"]), tuple(bare[:1]), len(listing["entries"]) - len(bare)))
+def list_shards(parts: Sequence[Shard], folder: Path, options: argparse.Namespace) -> list[ListedShard]:
+    bad, shards = options.skip_bad, list[ListedShard]()
+    tasks = {folder / f"{number:06d}.json": partial(captioned.list_samples, part, bad) for number, part in enumerate(parts)}
+    for part, path, listing in zip(parts, tasks, store.all_gather_results(tasks, options.workers, "samples")):
+        entries, refused = listing["entries"], [tuple(item) for item in listing["refused"]]
+        if refused and not bad:            # of an earlier run
+            raise DataError(": ".join(refused[0]))
+        bare = [entry["name"] for entry in entries if not entry["caption"]]
+        shards.append(ListedShard(part, path, len(entries), refused, tuple(bare[:1]), len(entries) - len(bare)))
     return shards
+
+
+def first_sample(shards: Sequence[ListedShard], skip_bad: bool) -> Sample:
+    """Return the first sample that can be read. Raises DataError if there is none."""
+    skipped = store.Skipped(skip_bad)
+    for shard in shards:
+        for sample in captioned.read_samples(shard.shard, captioned.read_entries(shard.path, range(shard.rows)), skipped):
+            return sample
+    refused = [*chain.from_iterable(shard.refused for shard in shards), *skipped]
+    raise DataError(f"{shards[0].shard.path}: no item can be used: {store.count_by_reason(refused)}")
 
 
 def validation_mask(total: int, share: float, seed: int) -> Array:
@@ -200,8 +214,7 @@ def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int],
         begin, skipped = 0, store.Skipped(args.skip_bad)
         for batch in _prefetch(args, shard, entries, skipped):
             rows = slice(begin, begin := begin + len(batch))
-            samples, images = [sample for sample, _ in batch], [image for _, image in batch]
-            for name, values in _encode_batch(args, samples, images, counts).items() if batch else ():
+            for name, values in _encode_batch(args, batch, counts).items() if batch else ():
                 file[name][rows] = values
         store.truncate_rows(file, begin)
         file.attrs.update(counts)
@@ -210,17 +223,17 @@ def write_latents(args: EncodeArgs, source: ListedShard, numbers: Sequence[int],
 
 def _prefetch(
     args: EncodeArgs, shard: Shard, entries: Sequence[Entry], skipped: store.Skipped
-) -> "Iterator[list[tuple[Sample, Tensor | None]]]":
-    """Yield batches of samples with their images. Images of the next batch are prepared in threads meanwhile."""
+) -> "Iterator[list[tuple[Sample, Tensor | None, dict[str, Array]]]]":
+    """Yield batches of samples, images and stored values. Images of the next batch are prepared in threads meanwhile."""
     with ThreadPoolExecutor(args.threads) as pool:
-        reader = captioned.read_samples(shard, entries)
+        reader = captioned.read_samples(shard, entries, skipped)
         batches = iter(lambda: list(islice(reader, args.batch)), [])
         submitted = ([(sample, pool.submit(_prepare_image, args, sample)) for sample in samples] for samples in batches)
         for batch, _ in pairwise(chain(submitted, [[]])):
             usable = []
             for sample, image in batch:
                 with skipped.catch(sample.name):
-                    usable.append((sample, image.result()))
+                    usable.append((sample, image.result(), _stored_values(args, sample)))
             yield usable
 
 
@@ -233,33 +246,41 @@ def _prepare_image(args: EncodeArgs, sample: Sample) -> "Tensor | None":
 
 
 def _encode_batch(
-    args: EncodeArgs, samples: Sequence[Sample], images: "Sequence[Tensor | None]", counts: dict[str, int],
+    args: EncodeArgs, batch: "Sequence[tuple[Sample, Tensor | None, dict[str, Array]]]", counts: dict[str, int],
 ) -> dict[str, Array]:  # fmt: skip
     """Return the values of each dataset for a batch of samples."""
-    fields, names = dict(args.fields), [sample.name for sample in samples]
-    columns: dict[str, Array] = {}
+    samples, images, stored = zip(*batch)
+    names, columns = [sample.name for sample in samples], dict[str, Array]()
     if args.size is not None:
         counts["over_white"] += sum(sample.over_white for sample in samples)
-        columns["moments"] = _encoders().load_networks(args.networks).encode([x for x in images if x is not None]).numpy()
-    for name in fields:
-        if name in args.encoded:
-            captions = [sample.caption or "" for sample in samples]
-            vectors, count = _encoders().load_networks(args.networks).text_encoders[name].encode(captions, names)
-            columns[name], counts[TRUNCATED[name]] = vectors.numpy(), counts[TRUNCATED[name]] + count
-        elif name not in columns:
-            columns[name] = np.stack([_stored_values(sample, name, fields[name].shape) for sample in samples])
-    return {name: values if name == "level" else _to_float16(values, name, names) for name, values in columns.items()}
+        columns["moments"] = _encoders().load_networks(args.networks).encode(images).numpy()
+    for name in args.encoded:
+        captions = [sample.caption or "" for sample in samples]
+        vectors, count = _encoders().load_networks(args.networks).text_encoders[name].encode(captions, names)
+        columns[name], counts[TRUNCATED[name]] = vectors.numpy(), counts[TRUNCATED[name]] + count
+    encoded = {name: _to_float16(values, name, names) for name, values in columns.items()}
+    return encoded | {name: np.stack([values[name] for values in stored]) for name in stored[0]}
 
 
-def _stored_values(sample: Sample, name: str, shape: tuple[int, ...]) -> Array:
-    values = getattr(sample, name)
-    if values is None or (name == "level" and (not isinstance(values, int) or not 0 <= values < LEVELS)):
-        text = "no latents" if name == "moments" else f"{name} {values}"
-        raise DataError(f"{sample.name}: {text}, where others have one; {captioned.REMEDY}")
-    if np.shape(values) != shape:
-        raise DataError(f"{sample.name}: {name} is {list(np.shape(values))}, expected {list(shape)} as in the first sample; "
-                        f"{captioned.REMEDY}")  # fmt: skip
-    return np.asarray(values)
+def _stored_values(args: EncodeArgs, sample: Sample) -> dict[str, Array]:
+    """Return the values of a sample that are not encoded. Raises DataError for them, and for a caption that cannot be encoded."""
+    columns: dict[str, Array] = {}
+    for name in args.encoded:
+        if sample.caption is None:
+            raise DataError(f"{sample.name}: no caption, where others have one; write one, which may be empty")
+        _encoders().load_networks(args.networks).text_encoders[name].is_truncated(sample.caption, sample.name)
+    for name, field in args.fields:
+        if name in args.encoded or (name == "moments" and args.size is not None):
+            continue
+        values = getattr(sample, name)
+        if values is None or (name == "level" and (not isinstance(values, int) or not 0 <= values < LEVELS)):
+            text = "no latents" if name == "moments" else f"{name} {values}"
+            raise DataError(f"{sample.name}: {text}, where others have one; {captioned.REMEDY}")
+        if np.shape(values) != field.shape:
+            actual, expected = list(np.shape(values)), list(field.shape)
+            raise DataError(f"{sample.name}: {name} is {actual}, expected {expected} as in the first sample; {captioned.REMEDY}")
+        columns[name] = np.asarray(values) if name == "level" else _to_float16(np.asarray(values)[None], name, [sample.name])[0]
+    return columns
 
 
 def _to_float16(values: Array, name: str, names: Sequence[str]) -> Array:
@@ -292,9 +313,9 @@ def convert(options: argparse.Namespace) -> command.Plan:
     recipe = {"kind": "convert", "vae": vae, "encoders": text_encoders, **settings.json_dict,
               "sources": {split or "all": fingerprint_shards(group, root) for split, group in parts.items()}}  # fmt: skip
     store.claim_folder(out, recipe)
-    shards = {split: list_shards(group, out / WORK / (split or "all"), options.workers) for split, group in parts.items()}
-    firsts = {split: next(captioned.read_samples(group[0].shard, captioned.read_entries(group[0].path, [0])))
-              for split, group in shards.items()}  # fmt: skip
+    listings = out / WORK / command.digest([*recipe["sources"].values()])
+    shards = {split: list_shards(group, listings / (split or "all"), options) for split, group in parts.items()}
+    firsts = {split: first_sample(group, options.skip_bad) for split, group in shards.items()}
     args, header = _plan_encoding(options, networks, shards, firsts, vae, text_encoders)
     if args.size is not None or args.encoded:
         options.workers = 1                     # networks fill a device: one process per rank, whose workers are reader threads
@@ -305,7 +326,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
                      *(f"encoder {name}" for name in header["encoders"])]  # fmt: skip
     finalize, config = partial(_finalize, options, args, header), "flux" if header["pooled"] else "sd2"
     return command.Plan(recipe, jobs, header, ", ".join([text, *networks_text]), finalize=finalize, config=config,
-                        refused=[item for group in parts.values() for item in captioned.list_unread(group)])  # fmt: skip
+                        refused=[item for group in parts.values() for item in captioned.list_unread(group)]
+                        + [item for group in shards.values() for shard in group for item in shard.refused])  # fmt: skip
 
 
 def _plan_encoding(
@@ -318,7 +340,7 @@ def _plan_encoding(
     first = next(iter(firsts.values()))
     stored = [name for name in ("tokens", "pooled") if getattr(first, name) is not None]
     encoded = [name for name in ("tokens", "pooled") if name not in stored and getattr(cfg, name) is not None]
-    if 0 < captions < rows and encoded:
+    if 0 < captions < rows and encoded and not options.skip_bad:
         first_bare = next(shard for shard in all_shards if shard.uncaptioned)
         where, others = f"{first_bare.shard.path}: {first_bare.uncaptioned[0]}", f"as {rows - captions} of {rows} samples"
         raise DataError(f"{where}: no caption, {others}; write one, which may be empty, or leave them out")

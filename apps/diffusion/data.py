@@ -23,6 +23,7 @@ from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, UNetConfig, load_deferred, parallelize
+from hpcai.models.diffusion.lora import adapt
 from hpcai.nn.weights import read_settings
 from hpcai.programs import command_of
 
@@ -295,7 +296,7 @@ def build_model(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
     model = shard(model) if cfg.start.weights is None else load_deferred(model, cfg.start.weights, shard)
     if cfg.start.mean is not None and model.mean is not None:
         load_deferred(model.mean, cfg.start.mean, lambda mean: mean)
-    return model
+    return model if cfg.lora is None else adapt(model, cfg.lora)
 
 
 def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig, directory: Path) -> None:

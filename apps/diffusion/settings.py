@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from hpcai.config import NonNegativeInt, PositiveInt, Rate, Settings
-from hpcai.models.diffusion import DiffusionConfig
+from hpcai.models.diffusion import DiffusionConfig, DiffusionLoRAConfig
 from hpcai.settings import (
     Depth,
     Height,
@@ -66,6 +66,8 @@ class Config(RunConfig):
     """A diffusion run on fields or latents."""
 
     model: DiffusionConfig = DiffusionConfig()
+    lora: DiffusionLoRAConfig | None = None
+    """adapters; only they are trained"""
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
     start: StartConfig = StartConfig()
@@ -85,6 +87,8 @@ class Config(RunConfig):
             raise ValueError(f"data.epoch is {data.epoch}, less than one batch of {data.batch} samples (data.batch)")
         if data.epoch is not None and data.shards > 1:
             raise ValueError(f"data.epoch is {data.epoch}, but shards are read to their ends; set it to null, or data.shards to 1")
+        if self.lora is not None and self.start.weights is None:
+            raise ValueError("lora is given, but start.weights is null: adapters of random weights; name the folder of a network")
         if "mlperf" in self.report.sinks and self.benchmark is None:
             raise ValueError("report.sinks has mlperf, but benchmark is null; set it to the MLPerf benchmark of this run")
         if self.benchmark == "flux1" and data.evaluation_place != 0:

@@ -142,6 +142,19 @@ def open_tensors(source: Path) -> dict[str, LazyTensor]:
     return tensors
 
 
+def find_weights(folder: Path, stem: str, ending: str = "safetensors") -> Path | None:
+    """Return the index of the weights in a folder, or their file, such as model.safetensors or its variant of half precision, or
+    None."""
+    names = ((f"{stem}.{ending}.index{part}.json", f"{stem}{part}.{ending}") for part in ("", ".fp16", ".bf16"))
+    return next((folder / name for pair in names for name in pair if (folder / name).exists()), None)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file."""
+    with _open(path) as file:
+        return dict(file.metadata() or {})
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
     """Return the file name of each tensor in an index. Raises CheckpointError for files outside the folder of the index."""
     expected = "an index of safetensors files with a weight_map"
@@ -175,7 +188,9 @@ def write_tensors(path: Path, tensors: Callable[[], Iterable[tuple[str, Tensor]]
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def save_sharded(tensors: Mapping[str, Tensor], folder: Path, name: str, max_bytes: int) -> None:
+def save_sharded(
+    tensors: Mapping[str, Tensor], folder: Path, name: str, max_bytes: int, metadata: Mapping[str, str] = {}
+) -> None:  # fmt: skip
     """Save tensors as safetensors files of at most ``max_bytes`` in ``folder``, as Hugging Face's libraries do: one called ``name``
     (model.safetensors), or several numbered ones with an index. Each is renamed to its name when it is complete."""
     from safetensors.torch import save_file
@@ -189,7 +204,7 @@ def save_sharded(tensors: Mapping[str, Tensor], folder: Path, name: str, max_byt
     names = [name] if count == 1 else [f"{stem}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
     for file, content in zip(names, files):
         partial = folder / f".{file}.partial"
-        save_file(content, partial, metadata={"format": "pt"})
+        save_file(content, partial, metadata={"format": "pt", **metadata})
         partial.chmod(0o644)  # safetensors makes files that only their owner can read
         partial.replace(folder / file)
     index = folder / f"{name}.index.json"

@@ -33,6 +33,8 @@ class PretrainedMixin(nn.Module):
     cfg: Any
     package: str
     """``__package__`` of the network's module"""
+    adapters: Any = None
+    """settings of its adapters (``lora.py`` of the package), if any"""
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -43,6 +45,8 @@ class PretrainedMixin(nn.Module):
     def output_files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
         """Return the functions that write the files at the end of a run, by file name. ``export(path)`` writes the weights of the
         last checkpoint (``hpcai.train.checkpoint_reader``)."""
+        if self.adapters is not None:
+            return dict(import_module(f"{self.package}.lora").files(self, export))
         return {"model.safetensors": export}
 
     @classmethod

@@ -7,6 +7,7 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,10 @@ def test_encoders_are_named_separately_and_captions_may_be_absent(
     text = caption(split_numbers()["train"][2])
     ids = tokenizer(text, padding="max_length", max_length=N, return_tensors="pt").input_ids
     assert rows["tokens"][2] == pytest.approx(clip(ids).last_hidden_state[0].detach().numpy(), rel=2e-3, abs=2e-3)
+    half = shutil.copytree(pipeline / "text_encoder", tmp_path / "text_encoder")
+    (half / "model.safetensors").rename(half / "model.fp16.safetensors")
+    network, _ = encoders.load_pretrained(half, pipeline / "tokenizer", "CLIPTextModel", "a test")
+    assert torch.equal(network(ids).last_hidden_state, clip(ids).last_hidden_state)
     plain = write_files(tmp_path / "bare", {f"{n}.png": encode(picture(n)) for n in range(IMAGES)})
     capsys.readouterr()
     assert convert(plain, tmp_path / "two", "--model", pipeline, *SMALL) == 0 and "there are no captions" in capsys.readouterr().out
@@ -265,8 +270,10 @@ def test_long_captions_and_transparent_unread_or_damaged_images_are_counted(
     assert convert(*args) == 2
     error = capsys.readouterr().err
     assert f"{folder / '03.png'}: cannot be read as an image" in error and "leave such items out with --skip-bad" in error
-    assert convert(*args, "--skip-bad") == 2
+    (folder / "03.png").write_bytes(encode(picture(3)))
+    assert convert(*args) == 2
     assert f"{folder / '04.npy'}: a caption of 21 tokens, {pipeline / 'text_encoder_2'} takes {N}" in capsys.readouterr().err
+    (folder / "03.png").write_bytes(encode(picture(3))[:90])
     assert convert(*args[:1], tmp_path / "truncated", *args[2:], "--long", "cut", "--skip-bad") == 0
     output = capsys.readouterr().out
     split = "train" if 4 in split_numbers()["train"] else "validation"
@@ -276,6 +283,52 @@ def test_long_captions_and_transparent_unread_or_damaged_images_are_counted(
     row = [number for number in split_numbers()[split] if number != 3].index(4)
     expected = expected_row(pipeline, 4, long)["tokens"].numpy()
     assert columns(tmp_path / "truncated" / split)["tokens"][row] == pytest.approx(expected, abs=2e-3)
+
+
+def test_bad_samples_are_left_out_and_a_mended_source_is_listed_again(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, args = write_images(tmp_path / "in"), ["--model", pipeline, *SMALL]
+    npys = [npy(values) for values in (picture(2), np.zeros((8, 8), np.float32))]
+    bad = {"00.png": b"", "01.txt": b"\xff", "02.npy": npys[0][:200], "03.png": encode(picture(3))[:90], "04.txt": "cat " * 20}
+    (write_files(folder, bad) / "05.txt").unlink()
+    assert convert(folder, tmp_path / "out", *args, "--skip-bad") == 0
+    reasons = sorted(read_json(tmp_path / "out" / "skipped.json")["unusable"].items())
+    texts = "cannot be read", "byte 0xff is not UTF-8", "not a complete .npy", "cannot be read", "of 21 tokens", "no caption"
+    assert [Path(path).stem for path, _ in reasons] == [f"{n:02}" for n in range(6)]
+    assert all(text in reason for (_, reason), text in zip(reasons, texts))
+    for split, numbers in split_numbers().items():
+        rows, expected = columns(tmp_path / "out" / split), [expected_row(pipeline, n) for n in numbers if n > 5]
+        assert {len(values) for values in rows.values()} == {len(expected)}
+        assert all(rows[name][n] == pytest.approx(row[name].numpy(), abs=2e-3) for n, row in enumerate(expected) for name in row)
+    assert convert(folder, tmp_path / "two", *args) == 2 and "05.npy: no caption" in capsys.readouterr().err
+    for name in [*bad, "01.npy", "04.npy", "05.npy"]:
+        (folder / name).unlink()
+    assert convert(folder, tmp_path / "two", *args, "--validation", 1) == 0     # by a new listing
+    tars, out = write_stable_diffusion(tmp_path / "tars")[0], tmp_path / "three"
+    CHANGES["NaN"](tars)
+    (write_tar(tars / "00002.tar", {"a.npy": npys[1]}).parent / "00000.tar").write_bytes(bytes(3000))
+    assert convert(tars, out, *SMALL, "--skip-bad") == 0
+    unusable = read_json(out / "skipped.json")["unusable"]
+    assert sorted(Path(path.split(": ")[0]).name for path in unusable) == ["00000.tar", "00001.tar", "00002.tar"]
+    assert convert(tars, out, *SMALL) == 2 and "00000.tar: " in capsys.readouterr().err
+
+
+def test_linked_folders_are_read_once_and_animated_images_are_refused(tmp_path: Path) -> None:
+    folder = write_files(tmp_path / "in", {"a/1.png": encode(picture(1)), ".b/2.png": b"", "c/.3.png": b""})
+    write_files(tmp_path / "other", {"4.jpg": encode(picture(4), "jpeg"), "6.gif": b"", "deep/5.tar": b""})
+    for link, target in (("link", tmp_path / "other"), ("link/deep/up", folder), ("a/again", folder / "a")):
+        (folder / link).symlink_to(target)
+    assert captioned.find_shards(folder) == [captioned.Shard(folder / "link/deep/5.tar")]
+    (folder / "link/deep/5.tar").unlink()
+    assert (shards := captioned.find_shards(folder)) == [captioned.Shard(folder, ("a/1.png", "link/4.jpg"))]
+    assert captioned.list_unread(shards) == [(str(folder / "link/6.gif"), ".gif is not read; convert it to .png")]
+    for kind in ("PNG", "WEBP", "MPO"):
+        others = [Image.fromarray(picture(n)) for n in range(1, 3)]
+        Image.fromarray(picture(0)).save(buffer := io.BytesIO(), kind, save_all=True, append_images=others)
+        with nullcontext() if kind == "MPO" else pytest.raises(DataError, match="moving: an animated image"):
+            image = captioned.resize_and_crop(captioned.Sample("moving", image=buffer.getvalue()), (20, 25), False)
+            assert ((image + 1) * 127.5 - torch.from_numpy(picture(0)).permute(2, 0, 1)).abs().mean() < 60
 
 
 def test_images_are_rotated_by_exif_and_fill_the_size(tmp_path: Path) -> None:

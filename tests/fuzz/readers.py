@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from apps.cosmoflow.settings import Config
-from data_prep import captioned, documents, nifti, tfrecord, trajectories
+from data_prep import captioned, documents, nifti, store, tfrecord, trajectories
 from hpcai import config, dist, log, train
 from hpcai.cli import report
 from hpcai.data import layout
@@ -302,7 +302,7 @@ def write_table(folder: Path) -> Path:
 
 def read_captioned(path: Path) -> None:
     for shard in captioned.find_shards(path.parent):
-        for sample in captioned.read_samples(shard, captioned.list_samples(shard)["entries"]):
+        for sample in captioned.read_samples(shard, captioned.list_samples(shard)["entries"], store.Skipped(False)):
             if sample.image is not None:
                 captioned.resize_and_crop(sample, (8, 8), enlarge=True)
 

@@ -122,7 +122,9 @@ def build_model(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
             buffer.copy_(normal(30, *buffer.shape).abs())
     if model.mean is not None:
         model.mean.requires_grad_(False)
-    return diffusion.parallelize(model, mesh)
+    diffusion.parallelize(model, mesh)
+    torch.manual_seed(0)
+    return diffusion.adapt(model, diffusion.DiffusionLoRAConfig()) if cfg == GLOBE else model
 
 
 def batch(mesh: Mesh, cfg: UNetConfig, model: Diffusion, step: int) -> Batch:
@@ -169,7 +171,9 @@ def train_unsharded(cfg: UNetConfig) -> Any:
     return train_and_sample(single_process(), cfg)
 
 
-TRAINED = [(MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2}), (STATES, {"height": 2})]
+TRAINED = [
+    (MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2}), (STATES, {"height": 2}), (GLOBE, {"height": 2}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("cfg", "axes"), TRAINED, ids=case_id)

@@ -13,7 +13,8 @@ from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.parallel import parallelize
 from hpcai.nn.deferred_init import deferred
-from hpcai.settings import StepConfig
+from hpcai.parallel import lora
+from hpcai.settings import LoRAConfig, StepConfig
 from hpcai.train.step import Step
 from tests.ranks.training import Case, check_sharded_equals_full
 
@@ -68,6 +69,8 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
     torch.manual_seed(5)  # equal class dropout on all ranks
     with deferred(seed):  # each rank initializes its shard of the same weights
         model = parallelize(new_model(case["model"]), mesh)
+        if case.get("adapters"):
+            lora.adapt(model, LoRAConfig(rank=3, targets=("to_q", "to_out.0", "add_v_proj", "proj_out", "net.2", "net.0.proj")))
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.2)
     settings: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "ema_decay": 0.9}
@@ -80,8 +83,9 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Batch]:
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_sharded_equals_full(axes: dict[str, int]) -> None:
-    cases: list[Case] = [{"model": name} for name in MODELS]
+    cases: list[Case] = [{"model": name} for name in MODELS] + [{"model": "flux", "adapters": True}]
     if "replicate" in axes:  # replicas would drop different classes
         pairs = [("dit", "none"), ("dit", "weights"), ("flux, guided", "optimizer"), ("flux, guided", "weights")]
         cases = [{"model": name, "shard": shard} for name, shard in pairs if "tensor" in axes or shard == "weights"]
+        cases += [{"model": "flux", "adapters": True, "shard": "weights"}]
     check_sharded_equals_full(axes, cases, new_step, batches)

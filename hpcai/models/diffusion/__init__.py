@@ -6,11 +6,13 @@ __getattr__, __all__ = attach(
     __name__,
     {
         ".config": [
-            "DiffusionConfig", "FieldsConfig", "LatentsConfig", "ObjectiveConfig", "SamplerConfig", "UNetConfig", "VAEConfig",
+            "DiffusionConfig", "DiffusionLoRAConfig", "FieldsConfig", "LatentsConfig", "ObjectiveConfig", "SamplerConfig",
+            "UNetConfig", "VAEConfig",
         ],
         ".condition": ["UNCONDITIONAL", "Condition"],
         ".ensembles": ["ensemble_scores"],
         ".load": ["load_deferred", "load_network", "read_folder", "save_folder"],
+        ".lora": ["adapt", "load_adapter", "merge", "save_adapter"],
         ".model": ["Diffusion"],
         ".objective": ["Batch", "draw_ensemble", "loss", "score"],
         ".prediction": ["Objective"],

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Settings
+from hpcai.settings import LoRAConfig
 
 Recompute = Literal["none", "selective", "layers"]
 Levels = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
@@ -65,8 +66,9 @@ class UNetConfig(Settings):
         if ("cross" in kinds) != (self.tokens is not None):
             raise ValueError("attention to tokens (cross) needs tokens, their channels, and tokens need attention to them")
         for channels, kind, heads in zip((*self.channels, self.channels[-1]), kinds, (*self.heads, self.heads[-1])):
-            if channels % self.groups or (kind != "none" and channels % (self.attention_groups or self.groups)):
-                raise ValueError(f"{channels} channels cannot make {self.groups} groups; give a divisor of all channels")
+            for name in ("groups", "attention_groups") if kind != "none" and self.attention_groups else ("groups",):
+                if channels % (groups := getattr(self, name)):
+                    raise ValueError(f"{channels} channels cannot make {groups} groups ({name}); give a divisor of all channels")
             if kind != "none" and channels % heads:
                 raise ValueError(f"{channels} channels are not a multiple of {heads} heads; give other heads")
         return self
@@ -297,6 +299,17 @@ class LatentsConfig(Settings):
     """channels of the pooled text embedding"""
     encoders: tuple[str, ...] = ()
     """text encoders"""
+
+
+class DiffusionLoRAConfig(LoRAConfig):
+    """LoRA adapters of a denoising network; defaults of the training scripts of diffusers."""
+
+    rank: PositiveInt = 4
+    alpha: PositiveFloat = 4.0
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+    )  # fmt: skip
+    """names of linear layers; by default those of the list that the network has"""
 
 
 class DiffusionConfig(Settings):

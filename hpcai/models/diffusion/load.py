@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,13 +20,13 @@ from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
 from hpcai.nn import weights
 from hpcai.nn.deferred_init import read_on_materialize
-from hpcai.nn.safetensors_files import open_tensors, read_full, save_sharded
+from hpcai.nn.safetensors_files import find_weights, open_tensors, read_full, save_sharded
 
 if TYPE_CHECKING:
     from hpcai.models.diffusion.model import Diffusion
 
 CONFIG, FILE = "config.json", "diffusion_pytorch_model.safetensors"
-_INDEX = f"{FILE}.index.json"
+_STEM = FILE.partition(".")[0]
 _SHARD_BYTES = 10_000_000_000
 _RUN_SETTINGS = {"dropout", "recompute", "zero"}  # settings of a run, which may differ from those of its initial weights
 _VERSION = "0.42.1"  # of diffusers
@@ -35,11 +36,11 @@ _IGNORED = {"sample_size", "force_upcast", "upcast_attention", "addition_time_em
 
 State = dict[str, Tensor]
 NameMap = Mapping[str, Sequence[Any]]  # name in diffusers -> our name, and the default of one that is not required
-_TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_text(encoding="utf-8"))
+TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_text(encoding="utf-8"))
 """names of settings, fixed values of those that our networks do not have, and the settings of U-Nets that are read"""
-_UNET_FIXED, _UNET_2D_FIXED = (_TABLES["unet fixed"] | _TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel"))
-_UNET, _UNET_READ, _BLOCKS = (_TABLES[f"unet {name}"] for name in ("names", "read", "blocks"))
-_VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (_TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
+_UNET_FIXED, _UNET_2D_FIXED = (TABLES["unet fixed"] | TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel"))
+_UNET, _UNET_READ, _BLOCKS = (TABLES[f"unet {name}"] for name in ("names", "read", "blocks"))
+_VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
 
 
 class DiffusersClass(NamedTuple):
@@ -60,8 +61,7 @@ def read_folder(path: str | Path) -> tuple[Settings, State]:
     unexpected, damaged, not finite, not floating point, or of other shapes; ConfigError for an unsupported class or setting."""
     path = Path(path)
     kind, cfg = _settings(path)
-    file = path / (_INDEX if (path / _INDEX).exists() else FILE)
-    tensors: State = {}
+    file, tensors = _find_weights(path), State()
     for name, lazy in open_tensors(file).items():
         tensor = read_full(lazy)
         if not tensor.is_floating_point():
@@ -115,11 +115,11 @@ def load_deferred(model: "Diffusion", path: str | Path, shard: Callable[["Diffus
         shard(model)
         read_on_materialize(model, _resolve_run(path))
     elif isinstance(model.network, UNet):  # some files have convolutions in place of its matrices
-        model.network = load_network(path).train()
+        model.network = load_network(path).train().to(next(model.parameters()).dtype)
         shard(model)
     else:
         shard(model)
-        read_on_materialize(model.network, path / _INDEX if (path / _INDEX).exists() else path / FILE)
+        read_on_materialize(model.network, _find_weights(path))
     return model
 
 
@@ -133,6 +133,18 @@ def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, 
     folder.mkdir(parents=True, exist_ok=True)
     save_sharded(dict(state), folder, FILE, shard)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _find_weights(folder: Path) -> Path:
+    """Return the index of the weights in a folder of diffusers, or their file. Raises CheckpointError if there is neither."""
+    if (path := find_weights(folder, _STEM)) is not None:
+        return path
+    if (pickled := find_weights(folder, _STEM, "bin")) is not None:
+        variant = f", variant={pickled.suffixes[0][1:]!r}" if len(pickled.suffixes) > 1 else ""
+        name, where = read_object(folder / CONFIG, "settings")["_class_name"], repr(str(folder))
+        convert = f"import diffusers; diffusers.{name}.from_pretrained({where}{variant}).save_pretrained({where})"
+        raise CheckpointError(f'{pickled}: a pickle; only safetensors files are read: convert it by python -c "{convert}"')
+    raise CheckpointError(f"{folder / FILE}: does not exist; fetch or save the folder again")
 
 
 def _settings(folder: Path) -> tuple[DiffusersClass, Settings]:
@@ -336,15 +348,15 @@ def _update_names(state: State) -> State:
 # ---- transformers
 
 
-def _from_dit(config: Mapping[str, Any], path: Path) -> DiTConfig:
-    cfg = _from_diffusers(config, path, _DIT, _DIT_FIXED, "norm_num_groups")
+def _from_dit(config: Mapping[str, Any], path: Path, defaults: Mapping[str, Any] = {}) -> DiTConfig:
+    cfg = _from_diffusers({**defaults, **config}, path, _DIT, defaults | _DIT_FIXED, "norm_num_groups")
     return DiTConfig(**cfg | {"outputs": cfg["outputs"] or cfg["inputs"]})
 
 
 def _from_flux(config: Mapping[str, Any], path: Path) -> FluxConfig:
     inputs = config.get("in_channels", 64)
     outputs = inputs if config.get("out_channels") == inputs else None
-    return FluxConfig(**_from_diffusers(config, path, _TABLES["flux names"], {"patch_size": 1, "out_channels": outputs}))
+    return FluxConfig(**_from_diffusers(config, path, TABLES["flux names"], {"patch_size": 1, "out_channels": outputs}))
 
 
 def _to_dit(cfg: Any) -> dict[str, Any] | None:
@@ -354,7 +366,7 @@ def _to_dit(cfg: Any) -> dict[str, Any] | None:
 def _to_flux(cfg: Any) -> dict[str, Any] | None:
     if not isinstance(cfg, FluxConfig) or cfg.theta != 10_000.0:
         return None
-    return _to_diffusers("FluxTransformer2DModel", cfg, _TABLES["flux names"], {"patch_size": 1, "out_channels": None})
+    return _to_diffusers("FluxTransformer2DModel", cfg, TABLES["flux names"], {"patch_size": 1, "out_channels": None})
 
 
 DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
@@ -363,7 +375,7 @@ DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
     "AutoencoderKL": DiffusersClass(VAE, _from_vae, _to_vae, _update_names),
     "DiTTransformer2DModel": DiffusersClass(DiT, _from_dit, _to_dit, dict),
     "Transformer2DModel": DiffusersClass(  # DiT in older files, whose defaults are not those of a DiT
-        DiT, lambda config, path: _from_dit({**_TABLES["Transformer2DModel defaults"], **config}, path), lambda cfg: None, dict
+        DiT, partial(_from_dit, defaults=TABLES["Transformer2DModel defaults"]), lambda cfg: None, dict
     ),
     "FluxTransformer2DModel": DiffusersClass(Flux, _from_flux, _to_flux, dict),
 }

@@ -1,8 +1,7 @@
-"""Settings of decoder-only language models, of LoRA adapters and of sampling. This module does not import torch."""
+"""Settings of decoder-only language models and of sampling. This module does not import torch."""
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -10,6 +9,7 @@ from pydantic import Field, model_validator
 
 from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Settings, UnitInterval
 from hpcai.errors import ConfigError
+from hpcai.settings import LoRAConfig as LoRAConfig
 
 PRESETS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
 """published sizes, as fields of LLMConfig"""
@@ -319,58 +319,6 @@ class LLMConfig(Settings):
             raise ConfigError(f"there is no language model {name!r}; expected one of {', '.join(PRESETS)}")
         published = cls.model_validate_json(json.dumps(PRESETS[name]))
         return cls(**{field: getattr(published, field) for field in published.model_fields_set} | changes)
-
-
-FrozenStorage = Literal["as they are", "bf16", "8bit"]
-
-
-class LoRAConfig(Settings):
-    """LoRA adapters of linear layers; defaults of MLPerf for Llama 2 70B. Names of modules may begin after any dot, such as q_proj
-    for a layer of each block and layers.0.self_attn.q_proj for one."""
-
-    renamed = {"frozen": "base_dtype"}
-
-    rank: PositiveInt = 16
-    alpha: PositiveFloat = 32.0
-    """the scale is alpha / rank"""
-    stabilised: bool = False
-    """rank-stabilized LoRA: the scale is alpha / sqrt(rank) (Kalajdzievski 2023)"""
-    dropout: Rate = 0.0
-    """of the inputs of A"""
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    rank_pattern: dict[str, PositiveInt] = {}
-    """ranks of layers for which it is not ``rank``, by name; a longer name comes before a shorter one"""
-    alpha_pattern: dict[str, PositiveFloat] = {}
-    """likewise for ``alpha``"""
-    modules_to_save: tuple[str, ...] = ()
-    """embeddings, norms or the output layer (lm_head) if they are trained, too, and saved beside the adapters"""
-    base_dtype: FrozenStorage = "as they are"
-    """storage format of the frozen weights of all linear layers but the output layer; the step sets the compute dtype"""
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.stabilised else self.rank)
-
-    def for_layer(self, name: str) -> Self | None:
-        """Return the settings with rank and alpha of one layer, or None if it has no adapter."""
-        if not longest_end(name, self.targets):
-            return None
-        rank = self.rank_pattern.get(longest_end(name, self.rank_pattern), self.rank)
-        alpha = self.alpha_pattern.get(longest_end(name, self.alpha_pattern), self.alpha)
-        return self.model_copy(update={"rank": rank, "alpha": alpha})
-
-    def alpha_for(self, rank: int) -> float:
-        """Return the alpha with which adapters of another rank have the same scale."""
-        return round(self.alpha * math.sqrt(rank / self.rank), 12) if self.stabilised else self.alpha * rank / self.rank
-
-    def saves(self, parameter: str) -> bool:
-        """Whether ``parameter`` belongs to one of ``modules_to_save``."""
-        return bool(longest_end(parameter.rpartition(".")[0], self.modules_to_save))
-
-
-def longest_end(name: str, ends: Iterable[str]) -> str:
-    """Return the longest of ``ends`` that is ``name`` or follows a dot in it, or an empty string."""
-    return max((end for end in ends if f".{name}".endswith(f".{end}")), key=len, default="")
 
 
 class SamplingConfig(Settings):

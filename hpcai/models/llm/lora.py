@@ -6,113 +6,32 @@
 """
 
 import json
-import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hpcai.errors import CheckpointError, ConfigError
+from hpcai.errors import CheckpointError
 from hpcai.json_file import check_fields, read_object
-from hpcai.models.llm.config import LLMConfig, LoRAConfig, longest_end
+from hpcai.models.llm.config import LLMConfig, LoRAConfig
 from hpcai.models.llm.families import hub_modules, tensor_rules
 from hpcai.models.llm.load import model_family
 from hpcai.models.llm.model import LLM
-from hpcai.nn.quantized import QuantizedLinear
 from hpcai.nn.safetensors_files import open_tensors, save_sharded
-from hpcai.parallel.data_parallel import sum_gradients_over
-from hpcai.parallel.sharding import ALONE, shard_spec, sum_axes
-from hpcai.parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel, dequantize, quantize, row_parallel
+from hpcai.parallel import lora
+from hpcai.parallel.lora import merge as merge
 
 _FILE, _CONFIG, _PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 _PEFT: dict[str, Any] = json.loads(Path(__file__).with_name("peft.json").read_text(encoding="utf-8"))  # settings of its files
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-class Adapter(nn.Module):
-    """The adapter s B A of a linear layer, added to its output, and sharded like the layer."""
-
-    float8 = False  # matrices too small to gain from FP8
-
-    def __init__(self, linear: nn.Linear, cfg: LoRAConfig) -> None:
-        super().__init__()
-        device = None if linear.weight.device.type == "meta" else linear.weight.device  # ``deferred`` draws them later, too
-        kwargs: dict[str, Any] = {"device": device, "dtype": linear.weight.dtype, "bias": False}
-        spec, reduced = shard_spec(linear.weight), sum_axes(linear.weight)
-        outputs, inputs = spec.global_shape
-        self.lora_A, self.lora_B = nn.Linear(inputs, cfg.rank, **kwargs), nn.Linear(cfg.rank, outputs, **kwargs)
-        self.drop, self.scale = nn.Dropout(cfg.dropout), cfg.scale
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_B.weight)
-        for axis in reduced:
-            sum_gradients_over(self, axis if not axis.parent else ALONE)  # subaxes are set when the layers are sharded
-        if isinstance(linear, ColumnParallelLinear):
-            over, groups = spec.axes[0] if spec.axes else ALONE, None
-            if over.parent or over is ALONE:  # some ranks, or all, have the same outputs
-                same = (axis for axis in reduced if axis.parent == over.parent and (axis.parent or axis.name) == linear.axis.name)
-                groups = over, next(same)
-            column_parallel(self.lora_B, linear.axis, sequence=linear.sequence, groups=groups)
-        elif isinstance(linear, RowParallelLinear):
-            row_parallel(self.lora_A, linear.axis, linear.sequence)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.lora_B(self.lora_A(self.drop(x)))
-
-    @property
-    def delta_weight(self) -> Tensor:
-        """s B A, the local shard.   [C', C]"""
-        wide = torch.promote_types(self.lora_A.weight.dtype, torch.float32)
-        return self.scale * (self.lora_B.weight.detach().to(wide) @ self.lora_A.weight.detach().to(wide))
-
-
 def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
-    """Add adapters to the layers of ``cfg.targets``, in place, and freeze all other weights, in ``cfg.base_dtype``, but those of
-    ``cfg.modules_to_save``. Collective over all ranks of a sharded model. Raises ConfigError for a name of no module, and if the
-    model already has adapters."""
-    if model.adapters is not None:
-        raise ConfigError("the model has adapters; merge them before it gets others")
-    linears = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear) and x is not model.lm_head}
-    tied = model.lm_head.weight if model.cfg.tied else None
-    others = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter is not tied} - linears.keys()
-    for field, modules in (("targets", linears), ("modules_to_save", others)):
-        for name in getattr(cfg, field):
-            if not any(longest_end(module, [name]) for module in modules):
-                known = ", ".join(sorted({module.rpartition(".")[2] for module in modules}))
-                raise ConfigError(f"{field} has {name}; expected some of {known}")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(cfg.saves(name))
-    for name, linear in linears.items():
-        if (layer := cfg.for_layer(name)) is not None:
-            adapter: Any = Adapter(linear, layer).train(model.training)
-            linear.adapter, adapter.hook = adapter, linear.register_forward_hook(_add_adapter)
-        if cfg.base_dtype != "as they are":
-            quantize(linear, cfg.base_dtype)
-    model.adapters = cfg
-    return model
-
-
-def merge(model: LLM) -> LLM:
-    """Add the adapters to their weights and remove them; all parameters of the result require gradients.
-
-    Quantized weights are dequantized, and keep the rounded values with which the adapters were trained. To add adapters to other
-    weights, use ``load_adapter``.
-    """
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "adapter")]
-    dtypes = {layer.adapter.lora_A.weight.dtype for layer in layers}
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            dequantize(module, *dtypes)
-    for linear in layers:
-        with torch.no_grad():
-            linear.weight.copy_(linear.weight.to(linear.adapter.delta_weight.dtype) + linear.adapter.delta_weight)
-        linear.adapter.hook.remove()
-        del linear.adapter
-    model.adapters = None
-    return model.requires_grad_(True)
+    """Add adapters to the layers of ``cfg.targets``, as ``hpcai.parallel.lora.adapt``, but to the output layer."""
+    return lora.adapt(model, cfg, model.lm_head, model.lm_head.weight if model.cfg.tied else None)
 
 
 def save_adapter(model: LLM, cfg: LoRAConfig, folder: str | Path, base: str = "") -> None:
@@ -146,11 +65,7 @@ def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
     damaged ones; the model is then unchanged."""
     cfg, state = _from_peft(Path(folder), model.cfg, model_family(model))
     adapt(model, cfg)
-    for name, parameter in model.named_parameters():
-        with torch.no_grad():
-            for offsets, box in shard_spec(parameter).boxes([0] * parameter.ndim, parameter.shape) if name in state else ():
-                sizes = parameter[box].shape
-                parameter[box] = state[name][tuple(slice(a, a + n) for a, n in zip(offsets, sizes))].to(parameter)
+    lora.load_tensors(model, state)
     return cfg
 
 
@@ -189,17 +104,6 @@ def _without_memory(cfg: LLMConfig, lora: LoRAConfig | None = None) -> LLM:
         return adapt(LLM(cfg), lora) if lora else LLM(cfg)
 
 
-def _with_layers(cfg: LoRAConfig, layers: Mapping[str, tuple[int, float]], names: Iterable[str]) -> LoRAConfig:
-    """Return ``cfg`` with rank and alpha of each layer. The last part of a name is a target if all ``names`` with it are layers."""
-    others = {name.rpartition(".")[2] for name in names if name not in layers}
-    rank, alpha = (Counter(each[n] for each in layers.values()).most_common(1)[0][0] for n in range(2))
-    return cfg.model_copy(update={
-        "rank": rank, "rank_pattern": {name: each for name, (each, _) in layers.items() if each != rank},
-        "alpha": alpha, "alpha_pattern": {name: each for name, (_, each) in layers.items() if each != alpha},
-        "targets": tuple(sorted({name if (end := name.rpartition(".")[2]) in others else end for name in layers})),
-    })  # fmt: skip
-
-
 def _to_peft(
     state: Mapping[str, Tensor], cfg: LoRAConfig, llm: LLMConfig, kind: str, base: str = ""
 ) -> tuple[dict[str, Tensor], str]:
@@ -215,7 +119,7 @@ def _to_peft(
                    else down.new_zeros(len(sizes[f"{each}.weight"]), 0) for each in ours]  # fmt: skip
             hub |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": torch.block_diag(*ups)}
             layers[name] = len(down), first.alpha_for(len(down))
-    theirs = _with_layers(cfg, layers, modules)
+    theirs = lora.with_layers(cfg, layers, modules)
     settings = _PEFT["written"] | {key: getattr(theirs, field) for field, key in _PEFT["keys"].items()} | {
         "target_modules": theirs.targets, "base_model_name_or_path": base, "fan_in_fan_out": any("c_attn" in x for x in modules),
         "modules_to_save": sorted({name.rpartition(".")[0] for name in hub if ".lora_" not in name}) or None,
@@ -262,10 +166,5 @@ def _from_peft(folder: Path, llm: LLMConfig, kind: str) -> tuple[LoRAConfig, dic
     if saved or not layers:
         problem = f"{next(iter(saved))} belongs to no linear layer of the model" if saved else "*.lora_A.weight is missing"
         raise CheckpointError(f"{folder}: {_PREFIX}{problem}; is it an adapter of this model? If it is, merge it by peft")
-    cfg = _with_layers(cfg, layers, [each for ours in modules.values() for each in ours])
+    cfg = lora.with_layers(cfg, layers, [each for ours in modules.values() for each in ours])
     return cfg.model_copy(update={"modules_to_save": tuple(sorted({name.rpartition(".")[0] for name in others}))}), state | others
-
-
-def _add_adapter(linear: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    adapter: Any = linear.adapter
-    return output + adapter(args[0])

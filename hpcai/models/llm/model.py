@@ -256,8 +256,6 @@ class LLM(PretrainedMixin):
     """
 
     package = __package__
-    adapters: Any = None
-    """settings of its adapters (``hpcai.models.llm.lora``), if any"""
 
     def __init__(self, cfg: LLMConfig | None = None) -> None:
         super().__init__()

@@ -31,6 +31,7 @@ from hpcai.models.diffusion import (
     load_network,
     save_folder,
 )
+from hpcai.models.diffusion.lora import load_adapter, merge
 from hpcai.models.diffusion.scores import frechet
 from tests.captions import WORDS, save_tokenizer
 from tests.ranks.launch import on_ranks
@@ -167,8 +168,6 @@ def test_one_score_is_enough_and_networks_can_be_given_separately() -> None:
 @pytest.fixture(scope="module")
 def trained_run(home: Path) -> Path:
     """A run of four steps with two checkpoints, on latents of images by the pipeline, with the MLPerf log of Stable Diffusion."""
-    from apps.diffusion.__main__ import main
-    from apps.diffusion.settings import Config
     from data_prep import latents
 
     (home / "images").mkdir()
@@ -178,18 +177,32 @@ def trained_run(home: Path) -> Path:
         (home / f"images/{number:02}.txt").write_text(CAPTIONS[number % 5])
     args = ["convert", home / "images", home / "latents", "--model", home / "pipeline", "--size", 16, "--validation", 4]
     assert latents.main([*map(str, args), "--workers", "1", "--device", "cpu"]) == 0
+    return train(home, f"report.directory={home}/trained", "report.sinks=[mlperf]", "benchmark=stable_diffusion")
+
+
+def train(home: Path, *overrides: str) -> Path:
+    from apps.diffusion.__main__ import main
+    from apps.diffusion.settings import Config
+
     unet = "{inputs: 2, outputs: 2, channels: [4, 8], attention: [cross, none], heads: [1, 2], groups: 2, zero: false, tokens: 8}"
-    overrides = [
+    settings = [
         f"model.unet={unet}", "model.sampler={method: ddim, steps: 2, guidance: 2.0}", f"data.directory={home}/latents",
         "data.batch=4", "data.evaluation_batch=4", "data.drawn=0", "data.workers=1", "train.epochs=2",
         "train.steps=null", "train.collect_every=null", "step.schedule={unit: steps, warmup: 1}",
         "step.betas=[0.9, 0.999]", "step.weight_decay=0.01",
-        f"report.directory={home}/trained", "report.sinks=[mlperf]", "benchmark=stable_diffusion",
     ]  # fmt: skip
     with pytest.raises(SystemExit) as exited:
-        config.run(Config, main, overrides)
+        config.run(Config, main, [*settings, *overrides])
     assert not exited.value.code
     return home / "trained"
+
+
+def test_a_run_trains_adapters_of_given_weights(trained_run: Path, home: Path, tmp_path: Path) -> None:
+    train(home, f"start.weights={trained_run}", "lora={rank: 2}", "report.sinks=[]", f"report.directory={tmp_path}")
+    base, model = (Diffusion.load(trained_run) for _ in range(2))
+    assert load_adapter(model, tmp_path / "adapter").rank == 2 and not (tmp_path / "model.safetensors").exists()
+    changed = {name for name, x in merge(model).state_dict().items() if not torch.equal(x, base.state_dict()[name])}
+    assert len(changed) == 48 and all(".attn" in name for name in changed)
 
 
 def passes_checker(path: Path) -> bool:

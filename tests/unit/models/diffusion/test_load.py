@@ -13,7 +13,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network, read_folder, save_folder
+from hpcai.models.diffusion import (
+    VAE,
+    Condition,
+    Diffusion,
+    DiffusionConfig,
+    UNet,
+    UNetConfig,
+    VAEConfig,
+    load_deferred,
+    load_network,
+    read_folder,
+    save_folder,
+)
+from hpcai.models.diffusion.config import DiTConfig
+from hpcai.models.diffusion.load import from_config
 from tests.reference_data import DATA, load_arrays, load_json
 
 HOME = DATA / "diffusion" / "broken"
@@ -59,6 +73,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]
         (FILE, "git lfs pull"),
     ),
     "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "does not exist")),
+    "a pickle": (lambda folder: (folder / FILE).rename(folder / "diffusion_pytorch_model.fp16.bin"), CheckpointError,
+                 ("model.fp16.bin: a pickle", "diffusers.UNet2DConditionModel.from_pretrained(", "variant='fp16')")),
 }  # fmt: skip
 
 
@@ -81,6 +97,30 @@ def test_good_folders_are_read(folder: str) -> None:
         y = net(io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"]))
     np.testing.assert_allclose(y, io["out_f32"], rtol=0, atol=2e-5)
     assert not net.training and net.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("folder", ["ok", "ok_sharded"])
+def test_folders_of_half_precision_alone_are_read(folder: str, tmp_path: Path) -> None:
+    path, expected = shutil.copytree(HOME / folder, tmp_path / "net"), read_folder(HOME / folder)[1]
+    for file in path.glob("*.safetensors"):
+        save_file({name: x.half() for name, x in load_file(file).items()}, file, {"format": "pt"})
+    name = f"{FILE}.index.fp16.json" if folder == "ok_sharded" else FILE.replace(".", ".fp16.")
+    (path / (FILE if folder == "ok" else f"{FILE}.index.json")).rename(path / name)
+    cfg, state = read_folder(path)
+    assert all(torch.equal(x, expected[name].half()) for name, x in state.items()) and state.keys() == expected.keys()
+    model = load_deferred(Diffusion(DiffusionConfig(unet=cfg)), path, lambda model: model)
+    assert torch.equal(model.network.conv_in.weight, expected["conv_in.weight"].half().float())
+
+
+def test_settings_name_what_does_not_fit_and_harmless_ones_are_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"12 channels cannot make 5 groups \(attention_groups\)"):
+        UNetConfig(**SMALL, attention_groups=5, attention=("none", "self"), middle="none", heads=(1, 1), tokens=None)
+    config = {"_class_name": "Transformer2DModel", "attention_type": "default", "norm_type": "ada_norm_zero", "patch_size": 2,
+              "attention_bias": True, "activation_fn": "gelu-approximate", "norm_elementwise_affine": False, "in_channels": 4,
+              "num_attention_heads": 2, "num_layers": 1, "sample_size": 8, "num_embeds_ada_norm": 5}  # fmt: skip
+    assert from_config(config, tmp_path)[1] == DiTConfig(outputs=4, size=8, heads=2, layers=1, classes=5)
+    with pytest.raises(ConfigError, match="attention_type is"):
+        from_config(config | {"attention_type": "gated"}, tmp_path)
 
 
 def test_damaged_indices_raise(tmp_path: Path) -> None:

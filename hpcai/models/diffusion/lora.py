@@ -1,0 +1,135 @@
+"""Low-rank adapters of denoising networks (``hpcai.parallel.lora``), and their files, of diffusers and of kohya's scripts.
+
+    adapt(model, DiffusionLoRAConfig(rank=16, alpha=16))     # after ``parallelize``; only A and B are trained
+    save_adapter(model, folder)                              # for load_lora_weights of diffusers
+    merge(model)                                             # replaces W by W + s B A: a model without adapters
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpcai.arrays import warn
+from hpcai.errors import CheckpointError, ConfigError
+from hpcai.json_file import check_fields, parse_object
+from hpcai.models.diffusion.config import DiffusionLoRAConfig
+from hpcai.models.diffusion.load import TABLES
+from hpcai.models.diffusion.model import Diffusion
+from hpcai.nn.safetensors_files import open_tensors, read_full, read_metadata, save_sharded
+from hpcai.parallel import lora
+from hpcai.parallel.lora import merge as merge
+from hpcai.parallel.sharding import shard_spec
+from hpcai.settings import longest_end
+
+_FILE, _METADATA, _NETWORK = "pytorch_lora_weights.safetensors", "lora_adapter_metadata", "network."
+_KEY = re.compile(r"(?:(?:unet|transformer)\.|lora_unet_)?(.+)\.(lora_A|lora[._]down|lora_B|lora[._]up|alpha)(?:\.weight)?")
+_TEXT = re.compile(r"text_encoder(_\d)?\.|lora_te\d?_")
+_KEYS = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "stabilised": "use_rslora"}  # of our settings in peft
+_PATTERNS = "rank_pattern", "alpha_pattern"
+
+
+def adapt(model: Diffusion, cfg: DiffusionLoRAConfig) -> Diffusion:
+    """Add adapters to the layers of ``cfg.targets``, as ``hpcai.parallel.lora.adapt``."""
+    if cfg.modules_to_save:
+        raise ConfigError(f"modules_to_save has {cfg.modules_to_save[0]}; files of diffusers hold adapters alone: leave it out")
+    if cfg.targets == DiffusionLoRAConfig().targets:  # those that the network has
+        found = tuple(end for end in cfg.targets if any(longest_end(name, [end]) for name in _linears(model)))
+        cfg = cfg.model_copy(update={"targets": found or cfg.targets})
+    return lora.adapt(model, cfg)
+
+
+def save_adapter(model: Diffusion, folder: str | Path) -> None:
+    """Write the adapters of an unsharded model as pytorch_lora_weights.safetensors, with the settings of peft."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    _save(model, dict(model.named_parameters()), Path(folder) / _FILE)
+
+
+def files(model: Diffusion, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
+    """Return the file of a run and its writer: the adapters, as ``save_adapter`` writes them."""
+    from safetensors.torch import load_file
+
+    def write(path: Path) -> None:
+        export(path, names=lambda name: name if ".adapter." in name else None)
+        _save(model, load_file(path), path)
+
+    return {f"adapter/{_FILE}": write}
+
+
+def _save(model: Diffusion, state: Mapping[str, Tensor], path: Path) -> None:
+    prefix, cfg = _prefix(model), model.adapters
+    tensors = {name.replace(_NETWORK, prefix, 1).replace(".adapter.", "."): x for name, x in state.items() if ".adapter." in name}
+    settings = {key: getattr(cfg, name) for name, key in (*_KEYS.items(), *zip(_PATTERNS, _PATTERNS))}
+    settings["target_modules"] = [name for name in _linears(model) if cfg.for_layer(name)]
+    metadata = json.dumps({f"{prefix}{key}": value for key, value in settings.items()})
+    save_sharded(tensors, path.parent, path.name, 1 << 62, {_METADATA: metadata})
+
+
+def load_adapter(model: Diffusion, path: str | Path) -> DiffusionLoRAConfig:
+    """Add the adapters in a file, or in pytorch_lora_weights.safetensors of a folder, to ``model``, and return their settings. Logs
+    a warning for those of text encoders, which are left out. Raises CheckpointError or ConfigError for adapters of another network
+    or type, or damaged ones; the model is then unchanged."""
+    path = Path(path) / _FILE if Path(path).is_dir() else Path(path)
+    sizes, tensors, parts = _linears(model), open_tensors(path), dict[str, dict[str, Tensor]]()
+    modules, layers, state = _names_in_files(model, sizes), dict[str, tuple[int, float]](), dict[str, Tensor]()
+    if text := [key for key in tensors if _TEXT.match(key)]:
+        warn("%s: %d tensors of text encoders (%s) are left out; encode captions with them merged", path, len(text), text[0])
+    for key in tensors.keys() - {*text}:
+        match = _KEY.fullmatch(key)
+        if match is None or match[1] not in modules:
+            problem = f"{key} is of no linear layer of the network, or of no plain LoRA"
+            raise CheckpointError(f"{path}: {problem}; is it of this network? If so, merge it by the code that wrote it")
+        kind = "A" if match[2].endswith(("A", "down")) else "alpha" if match[2] == "alpha" else "B"
+        parts.setdefault(match[1], {})[kind] = read_full(tensors[key])
+    cfg = _read_settings(path, _prefix(model))
+    for theirs, part in sorted(parts.items()):
+        rows = [sizes[name][0] for name in modules[theirs]]
+        down, up = (part[kind].flatten(1) if kind in part else Tensor() for kind in "AB")
+        expected = [len(down), sizes[modules[theirs][0]][1]], [sum(rows), len(down)]
+        if (list(down.shape), list(up.shape)) != expected or not (down.is_floating_point() and up.is_floating_point()):
+            actual = " and ".join(f"{list(x.shape)} of {x.dtype}" for x in (down, up))
+            raise CheckpointError(f"{path}: {theirs} has {actual}, expected {expected}, floating-point; is it of this network?")
+        for name, piece in zip(modules[theirs], up.split(rows)):
+            alpha = cfg.alpha_pattern.get(longest_end(name, cfg.alpha_pattern), cfg.alpha) if cfg else len(down)
+            layers[name] = len(down), float(part.get("alpha", alpha))
+            state |= {f"{_NETWORK}{name}.adapter.lora_A.weight": down, f"{_NETWORK}{name}.adapter.lora_B.weight": piece}
+    if not layers:
+        raise CheckpointError(f"{path}: holds no adapter of a network; expected {_prefix(model)}{next(iter(sizes))}.lora_A.weight")
+    cfg = lora.with_layers(cfg or DiffusionLoRAConfig(), layers, sizes)
+    adapt(model, cfg)
+    lora.load_tensors(model, state)
+    return cfg
+
+
+def _read_settings(path: Path, prefix: str) -> DiffusionLoRAConfig | None:
+    """Return the settings in a file of diffusers, or None."""
+    where = f"{path}: {_METADATA}"
+    content = parse_object(read_metadata(path).get(_METADATA, "{}"), where, "settings of peft")
+    config = {key.removeprefix(prefix): value for key, value in content.items()}
+    with check_fields(where, "settings of peft", keys=_KEYS):
+        values: Any = {name: config[key] for name, key in _KEYS.items() if config.get(key) is not None}
+        patterns = {name: {key.lstrip("^"): x for key, x in (config.get(name) or {}).items()} for name in _PATTERNS}
+        return DiffusionLoRAConfig(**values | patterns) if values else None
+
+
+def _prefix(model: Diffusion) -> str:
+    return "unet." if model.cfg.unet is not None else "transformer."
+
+
+def _linears(model: Diffusion) -> dict[str, tuple[int, ...]]:
+    """Return the full shapes of all linear layers, by name."""
+    layers = ((name, x) for name, x in model.network.named_modules() if isinstance(x, nn.Linear) and ".adapter." not in name)
+    return {name: shard_spec(layer.weight).global_shape for name, layer in layers}
+
+
+def _names_in_files(model: Diffusion, sizes: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the linear layers of each name in files: of diffusers, of kohya's, and of Flux.1's own code, where several are one."""
+    names: dict[str, tuple[str, ...]] = {form: (name,) for name in sizes for form in (name, name.replace(".", "_"))}
+    for theirs, ours in TABLES["kohya flux"].items() if model.cfg.flux is not None else ():
+        for number in range(max(model.cfg.flux.double, model.cfg.flux.single)):
+            if (layers := tuple(each.format(number) for each in ours))[0] in sizes:
+                names[theirs.format(number)] = layers
+    return names
