@@ -192,8 +192,8 @@ def _power(figure: Figure, ensembles: Ensembles, channel: int, theme: Theme) -> 
     axes.set_ylim(ends.min() / 2 if axes.get_yscale() == "log" else 0, ends.max())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend()
-    right = int(((ratios.mean(0) - 1).abs() <= 0.1).long().cumprod(0).sum())
-    limit = f"within 10 % of the truth up to {scale[right - 1]:.2g} of {scale[-1]:.2g}" if right else "10 % off at the largest"
+    n = int(((ratios.mean(0) - 1).abs() <= 0.1).long().cumprod(0).sum())
+    limit = f"within 10 % of the truth up to {scale[n - 1]:.2g} of {scale[-1]:.2g}" if n else "over 10 % off at the largest scale"
     panel_title(axes, f"Power of {escape_mathtext(ensembles.fields.names[channel])}", limit + ensembles.time(leads - 1), theme)
 
 
@@ -206,17 +206,17 @@ def _ranks(figure: Figure, ensembles: Ensembles, channel: int, theme: Theme) -> 
     axes.grid(False, axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="members below the truth", ylabel="density, 1 if uniform")
-    panel_title(axes, f"Rank of true {escape_mathtext(ensembles.fields.names[channel])}", "high at both ends: too little spread", theme)
+    title = f"Rank of true {escape_mathtext(ensembles.fields.names[channel])}"
+    panel_title(axes, title, "high at both ends: too little spread", theme)
 
 
 def _errors(figure: Figure, ensembles: Ensembles, channel: int, theme: Theme) -> None:
     (above, below), (number, unit) = figure.subplots(2, sharex=True, height_ratios=(2, 1)), ensembles.interval or (1.0, "")
     values = [ensembles.score(channel, lead) for lead in range(ensembles.truth.shape[1])]
-    times = [number * lead for lead in range(1, len(values) + 1)]
     curves = {"single": (above, f"error of {ensembles.baseline}", theme.faint), "crps": (above, "CRPS", theme.main),
               "mean": (above, "error of the ensemble mean", theme.second), "spread": (below, None, theme.main)}  # fmt: skip
     for key, (axes, label, color) in curves.items():
-        axes.plot(times, [each[key] for each in values], color=color, marker="o", markersize=4, label=label)
+        axes.plot(number * np.arange(1, len(values) + 1), [each[key] for each in values], color=color, marker=".", label=label)
     above.set(ylabel="in deviations", ylim=(0, None))
     above.legend()
     below.axhline(1.0, color=theme.ink, linewidth=1)

@@ -70,12 +70,12 @@ def bits_per_byte(run: Path) -> dict[str, float]:
 
 
 def ensemble_scores(run: Path) -> dict[str, float]:
-    """Return the CRPS over the error of cubic interpolation, and over its CRPS with Gaussian errors, spread over skill, and the
-    largest relative error of the members' power up to half of the Nyquist wavenumber."""
-    fields = picture.read(run / picture.FILE)
-    values, power = fields.score(0), fields.power_ratios(0)[1].mean(0)
-    ratios = {"crps": values["crps"] / values["single"], "dressed": values["crps"] / values["dressed"], "spread": values["spread"]}
-    return ratios | {"power": float((power - 1)[: len(power) // 2].abs().max())}
+    """Return the CRPS over the error of cubic interpolation, spread over skill, and the largest relative error of the members'
+    power up to half of the Nyquist wavenumber."""
+    ensembles = picture.read(run / picture.FILE)
+    values, power = ensembles.score(0), ensembles.power_ratios(0)[1].mean(0) - 1
+    ratio, error = values["crps"] / values["single"], float(power[: len(power) // 2].abs().max())
+    return {"crps": ratio, "spread": values["spread"], "power": error}
 
 
 def last_scores(run: Path) -> dict[str, float]:

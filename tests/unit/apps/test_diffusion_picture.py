@@ -24,34 +24,34 @@ def ensembles(kind: str) -> dict[str, Any]:
     (n, m, *rest), rng = SHAPES[kind], np.random.default_rng(0)
     mean = rng.normal(size=(n, 1, *rest))
     every = (mean + 0.5 * rng.normal(size=(n, m + 1, *rest))).astype("f4")
-    maps = {"mean": mean[:, 0], "field": mean[:, 0, ..., ::2, ::2], "weights": WEIGHTS, **ABOUT}
-    forecasts = {"start": every[:, 0, 0], "about_interval": np.array((6.0, "hours"))}
-    more = {"maps": maps, "volumes": {"about_floor": 0.05}, "forecasts": forecasts}[kind]
-    return {"truth": every[:, 0], "members": every[:, 1:], "index": np.arange(n)[::-1], **more}
+    more = {"maps": {"mean": mean[:, 0], "field": mean[:, 0, ..., ::2, ::2], "weights": WEIGHTS, **ABOUT},
+            "forecasts": {"start": every[:, 0, 0], "about_interval": np.array((6.0, "hours"))}}  # fmt: skip
+    return {"truth": every[:, 0], "members": every[:, 1:], "index": np.arange(n)[::-1], **more.get(kind, {"about_floor": 0.05})}
 
 
 @pytest.mark.parametrize(("kind", "figures", "rows"), [("maps", 8, 2), ("volumes", 4, 1), ("forecasts", 9, 3)])
 def test_all_forms_are_drawn(kind: str, figures: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = picture.read(report_runs.write_arrays(tmp_path / "a.npz", arrays := ensembles(kind)))
-    assert np.array_equal(content.truth.reshape(arrays["truth"].shape), arrays["truth"][::-1]), "in the order of index"
-    assert (len(picture.draw(content, LIGHT)), len(picture.table(content).rows)) == (figures, rows)
-    assert ("after 18 hours" in picture.finding(content).sentence) == (kind == "forecasts")
+    fields = picture.read(report_runs.write_arrays(tmp_path / "a.npz", arrays := ensembles(kind)))
+    assert np.array_equal(fields.truth.reshape(arrays["truth"].shape), arrays["truth"][::-1]), "in the order of index"
+    assert (len(picture.draw(fields, LIGHT)), len(picture.table(fields).rows)) == (figures, rows)
+    assert ("after 18 hours" in picture.finding(fields).sentence) == (kind == "forecasts")
     monkeypatch.setattr(picture, "CHANNELS", 1)
-    assert report_runs.is_drawn(picture, content, monkeypatch) and ("1 of 2 channels" in picture.caption(content)) == (kind == "maps")
+    assert report_runs.is_drawn(picture, fields, monkeypatch) and ("1 of 2 channels" in picture.caption(fields)) == (kind == "maps")
 
 
 def test_a_baseline_with_gaussian_errors_is_as_good_as_members_with_these(tmp_path: Path) -> None:
     arrays = ensembles("maps")
     arrays["truth"][:, :, 2:4, 4:8] = 1e3                                          # masked
-    content = picture.read(report_runs.write_arrays(tmp_path / "a.npz", arrays))
-    values, weights, (truth, mean) = content.score(1), content.weights[1], (x[:, 0, 1].double() for x in (content.truth, content.single))
-    sigma, quantiles = (weights * (mean - truth).square()).mean().sqrt(), (torch.arange(2000.0).view(-1, 1, 1, 1) + 0.5) / 2000
+    fields = picture.read(report_runs.write_arrays(tmp_path / "a.npz", arrays))
+    values, (truth, mean) = fields.score(1), (x[:, 0, 1].double() for x in (fields.truth, fields.single))
+    sigma = (fields.weights[1] * (mean - truth).square()).mean().sqrt()
+    quantiles = (torch.arange(2000.0).view(-1, 1, 1, 1) + 0.5) / 2000
     dressed = scores.crps(mean + sigma * torch.special.ndtri(quantiles), truth)
     assert values["dressed"] == pytest.approx(np.average(dressed.mean(0), weights=WEIGHTS[1]), rel=1e-3)
     assert values["crps"] == pytest.approx(values["dressed"], rel=0.1) and values["spread"] == pytest.approx(1, abs=0.1)
-    assert content.to_physical(0, torch.tensor([-3.0, 2.0])).tolist() == [0, 4]
-    labels = [axes.get_xlabel() for axes in picture.draw(content, LIGHT)[1].axes]
-    assert labels == [""] * 6 + ["spread and error [K]", r"\$T\$ [K]"]
+    assert fields.to_physical(0, torch.tensor([-3.0, 2.0])).tolist() == [0, 4]
+    labels = [axes.get_xlabel() for axes in picture.draw(fields, LIGHT)[1].axes[6:]]
+    assert labels == ["spread and error [K]", r"\$T\$ [K]"]
     for change in ({"weights": WEIGHTS - 1}, {"about_units": ["K"]}, {"truth": arrays["truth"] * np.nan}):
         with pytest.raises(DataError, match="weights are negative|about_units has 1|not finite"):
             picture.read(report_runs.write_arrays(tmp_path / "b.npz", arrays | change))
