@@ -72,11 +72,10 @@ def bits_per_byte(run: Path) -> dict[str, float]:
 def ensemble_scores(run: Path) -> dict[str, float]:
     """Return the CRPS over the error of cubic interpolation, spread over skill, and the largest relative error of the members'
     power up to half of the Nyquist wavenumber."""
-    fields = picture.read(run / picture.FILE)
-    (_, _, _, ratio, spread), = picture.table(fields).rows  # fmt: skip
-    (_, true), (_, members) = (picture.spectra(maps[..., 0, :, :], fields.box) for maps in (fields.truth, fields.members))
-    power = members.mean((0, 1)) / true.mean(0)
-    return {"crps": float(ratio), "spread": float(spread), "power": float(np.abs(power - 1)[: len(power) // 2].max())}
+    ensembles = picture.read(run / picture.FILE)
+    values, power = ensembles.score(0), ensembles.power_ratios(0)[1].mean(0) - 1
+    ratio, error = values["crps"] / values["single"], float(power[: len(power) // 2].abs().max())
+    return {"crps": ratio, "spread": values["spread"], "power": error}
 
 
 def last_scores(run: Path) -> dict[str, float]:
