@@ -311,11 +311,6 @@ def format_bytes(count: float) -> str:
     return format_decimal(count, "B", "kB", "MB", "GB", "TB")
 
 
-def format_joules(count: float) -> str:
-    """Format an energy in decimal units; 3.6 MJ are one kWh."""
-    return format_decimal(count, "J", "kJ", "MJ", "GJ")
-
-
 def format_decimal(count: float, *units: str) -> str:
     power = next((power for power in range(len(units) - 1) if count < 1000 ** (power + 1)), len(units) - 1)
     return f"{count / 1000**power:.{4 if power == len(units) - 1 else 3}g} {units[power]}"
@@ -323,14 +318,16 @@ def format_decimal(count: float, *units: str) -> str:
 
 def format_energy(fields: Mapping[str, Any]) -> str:
     """Format the fields of an `energy` event."""
-    kinds = [f"{name} {format_joules(fields[key])}" for name, key in
+    units = "J", "kJ", "MJ", "GJ"  # 3.6 MJ are one kWh
+    kinds = [f"{name} {format_decimal(fields[key], *units)}" for name, key in
              (("GPUs", "gpu_joules"), ("processors", "cpu_joules"), ("memory", "memory_joules")) if key in fields]
     counted = [f"{fields['gpus']} of {fields.get('world')} GPUs"] if fields.get("gpus") else []
     counted += [f"processors of {fields['nodes_counted']} of {fields.get('nodes')} nodes"] if fields.get("nodes_counted") else []
     mean = f"{format_number(fields.get('joules_per_sample', math.nan))} J a sample"
     limits = sorted({format_number(watts) for watts in fields.get("gpu_limits_w") or ()}, key=float)
     limit = f"; GPUs limited to {' to '.join(limits)} W" if limits else ""
-    return f"{format_joules(fields.get('joules', math.nan))}, {mean} ({', '.join(kinds)}; counted: {', '.join(counted)}{limit})"
+    total = format_decimal(fields.get("joules", math.nan), *units)
+    return f"{total}, {mean} ({', '.join(kinds)}; counted: {', '.join(counted)}{limit})"
 
 
 def format_number(value: Any) -> str:

@@ -46,10 +46,10 @@ class StartConfig(Settings):
 class AxesConfig(MeshConfig, Tensor):
     """The mesh: model replicas, sharded over ``pipeline``, ``context`` and ``tensor``."""
 
-    pipeline: PositiveInt = 1
-    """pipeline parallelism: the layers are split into consecutive stages"""
     context: PositiveInt = 1
     """context parallelism: a long sequence is sharded along its tokens"""
+    pipeline: PositiveInt = 1
+    """pipeline parallelism: the layers are split into consecutive stages"""
     expert: PositiveInt = 1
     """expert parallelism: so many neighbouring replicas share the experts of a layer, and each has some of them"""
 

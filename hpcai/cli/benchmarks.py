@@ -141,17 +141,14 @@ class Workload:
 
     def defaults(self, on_gpu: bool) -> Sequence[str]:
         """Return key=value texts in place of defaults of ``settings``, from published.toml."""
-        texts: Sequence[str] = self._sizes(on_gpu).get("defaults", ())
-        return texts
+        return tuple(self._sizes(on_gpu).get("defaults", ()))
 
     def default_overrides(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         """Return the settings measured by default, as sets of key=value overrides, from published.toml."""
-        sets: Sequence[Sequence[str]] = self._sizes(on_gpu).get("measured", [()])
-        return sets
+        return tuple(self._sizes(on_gpu).get("measured", [()]))
 
-    def _sizes(self, on_gpu: bool) -> dict[str, Any]:
-        sizes: dict[str, Any] = read_published(self).get("gpu" if on_gpu else "cpu", {})
-        return sizes
+    def _sizes(self, on_gpu: bool) -> Any:
+        return read_published(self).get("gpu" if on_gpu else "cpu", {})
 
     def build(self, cfg: Any, mesh: Mesh, enabled: Enabled) -> nn.Module:
         """Return the network on the mesh with the given switches enabled; without any, the plain implementation."""

@@ -279,19 +279,15 @@ class CompiledModel:
         count = compile_model(model, cfg.compile)
         suffix = ", beginning with the code of an earlier job" if restored else ""
         self.message = f"step.compile: {count} module{'s' if count > 1 else ''} of {type(model).__name__}{suffix}"
-        self._counts = CompileCounts()
+        self.counts = CompileCounts()
         self._logged_graphs = 0
-
-    @property
-    def seconds(self) -> float:
-        return float(self._counts.read()["seconds"])
 
     def news(self) -> list[str]:
         """Return a message with the counts since the start, if there are new graphs. New code is then also archived."""
-        graphs = self._counts.read()["graphs"]
+        graphs = self.counts.read()["graphs"]
         if graphs == self._logged_graphs:
             return []
         self._logged_graphs = graphs
         if self._folder is not None and self._first:
             store_cache(self._folder, self._key)
-        return [self._counts.describe()]
+        return [self.counts.describe()]

@@ -229,7 +229,7 @@ class Step:
     @property
     def compiled(self) -> float:
         """Seconds of torch.compile so far."""
-        return self._compiled.seconds if self._compiled else 0.0
+        return float(self._compiled.counts.read()["seconds"]) if self._compiled else 0.0
 
     def news(self) -> list[str]:
         """Return messages about the steps since the last call, of any rank. All ranks call this together."""

@@ -8,6 +8,7 @@ import torch.distributed as torch_dist
 
 from hpcai import cli
 from hpcai.cli.doctor import network
+from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.mesh import Mesh
 from tests.gpu.device import DEVICE, ON_GPU
 from tests.gpu.launch import needs_gpus, on_gpus
@@ -15,8 +16,8 @@ from tests.gpu.launch import needs_gpus, on_gpus
 
 def measure(mesh: Mesh) -> tuple[list[network.Link], dict[int, float], float]:
     group = torch_dist.new_group(backend="nccl" if ON_GPU else "gloo")
-    channel = network.Channel(mesh.device, group, mesh.job.group)
-    channel.all_reduce_max()
+    channel = network.Channel(mesh.device, group, mesh.job)
+    all_gather_object(None, mesh.job)
     links = network.measure_links(channel, mesh.rank, ["n"] * mesh.world, 20.0)
     return links, network.measure_all_reduce(channel, 5.0), network.measure_pace(mesh.device, 0.2).rate
 

@@ -92,12 +92,12 @@ def _measure_network(members: Sequence[RankReport], seconds: dict[str, float], d
         return network.Network(paces={0: network.measure_pace(device)})
     deadline.begin("connections")
     group = torch_dist.new_group(backend="nccl") if device.type == "cuda" else mesh.job.group
-    channel, result = network.Channel(device, group, mesh.job.group), network.Network("nccl" if device.type == "cuda" else "gloo")
+    channel, result = network.Channel(device, group, mesh.job), network.Network("nccl" if device.type == "cuda" else "gloo")
     channel.all_reduce(torch.zeros(1, device=device))  # NCCL initializes on all ranks together
     deadline.begin("links of this rank")
     result.links = network.measure_links(channel, rank, [member.node for member in members], seconds["links"])
     deadline.begin("waiting for all to measure links")
-    channel.all_reduce_max()
+    all_gather_object(None, mesh.job)
     deadline.begin("pace")
     result.paces[rank] = network.measure_pace(device)
     deadline.begin("sums")
@@ -128,8 +128,7 @@ def _measure_storage(
 
 def _barrier(job: Axis, deadline: Deadline) -> None:
     deadline.begin("waiting for all at the folders")
-    if job.size > 1:
-        torch_dist.all_reduce(torch.zeros(1), group=job.group)
+    all_gather_object(None, job)
     deadline.begin("folders")
 
 

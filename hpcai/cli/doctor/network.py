@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from hpcai.dist.collectives import all_gather_object
+from hpcai.dist.mesh import Axis
+
 MAX_PLAYERS = 64
 """Maximum number of ranks in a tournament, and of its rounds: all ranks of a job, or of a larger one the first of each node."""
 SIZES = (8, 1 << 20, 1 << 26)
@@ -86,10 +89,10 @@ def schedule(rank: int, nodes: Sequence[str]) -> list[int | None]:
 
 
 class Channel:
-    """Communication of tensors on ``device`` through ``group``; ``host_group`` is the CPU group."""
+    """Communication of tensors on ``device`` through ``group``; ``job`` has a group of CPUs."""
 
-    def __init__(self, device: torch.device, group: Any, hosts: Any) -> None:
-        self.device, self.group, self.host_group = device, group, hosts
+    def __init__(self, device: torch.device, group: Any, job: Axis) -> None:
+        self.device, self.group, self.job = device, group, job
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -106,12 +109,6 @@ class Channel:
         torch_dist.all_reduce(value, group=self.group)
         self.synchronize()
 
-    def all_reduce_max(self, value: float = 0.0) -> float:
-        """Return the largest ``value`` of all ranks, on all of them. It is also a barrier."""
-        largest = torch.tensor([value], dtype=torch.float64)
-        torch_dist.all_reduce(largest, torch_dist.ReduceOp.MAX, group=self.host_group)
-        return float(largest)
-
 
 def measure_links(channel: Channel, rank: int, nodes: Sequence[str], seconds: float) -> list[Link]:
     """Return the links measured by this rank as the lower of the pair. After ``seconds`` on either rank, the pair is skipped."""
@@ -120,7 +117,7 @@ def measure_links(channel: Channel, rank: int, nodes: Sequence[str], seconds: fl
         if other is None:
             continue
         has_time, partner_has_time = torch.tensor([time.monotonic() < deadline]).byte(), torch.zeros(1, dtype=torch.uint8)
-        Channel(torch.device("cpu"), channel.host_group, channel.host_group).exchange(other, has_time, partner_has_time)
+        Channel(torch.device("cpu"), channel.job.group, channel.job).exchange(other, has_time, partner_has_time)
         if has_time and partner_has_time:
             latency, rate = measure_link(channel, rank < other, other)
             results += [Link(rank, other, latency, rate)] if rank < other else []
@@ -151,7 +148,7 @@ def measure_all_reduce(channel: Channel, seconds: float, repeats: int = 5) -> di
             break
         value = torch.zeros(size // 4, device=channel.device)
         times = timeit.repeat(partial(channel.all_reduce, value), repeat=repeats + 1, number=1)
-        results[size] = channel.all_reduce_max(statistics.median(times[1:]))
+        results[size] = max(all_gather_object(statistics.median(times[1:]), channel.job))
         spent += results[size] * repeats
     return results
 
@@ -161,7 +158,7 @@ def measure_pace(device: torch.device, seconds: float = 0.4) -> Pace:
     on_gpu = device.type == "cuda"
     size, dtype = (4096, torch.bfloat16) if on_gpu else (384, torch.float32)
     matrix, times = torch.ones(size, size, dtype=dtype, device=device), []
-    channel = Channel(device, None, None)
+    channel = Channel(device, None, Axis("alone"))
     matrix @ matrix
     channel.synchronize()
     begin, cpu = time.perf_counter(), time.process_time()

@@ -144,7 +144,7 @@ def test_a_large_job_measures_one_rank_per_node() -> None:
 
 
 def measure_links(mesh: Any, seconds: float) -> list[Link]:
-    channel = network.Channel(torch.device("cpu"), mesh.job.group, mesh.job.group)
+    channel = network.Channel(torch.device("cpu"), mesh.job.group, mesh.job)
     return network.measure_links(channel, mesh.rank, ["n"] * mesh.world, seconds)
 
 
