@@ -96,7 +96,7 @@ def write_maps(recipe: Recipe, samples: Sequence[int], path: Path) -> None:
     with store.create_file(path, len(samples), fields(recipe.height, recipe.width), attributes) as file:
         for row, index in enumerate(samples):
             values = scenes.sample(grid, recipe.generator(1, index))
-            file["fields"][row], file["mask"][row] = values, detection.detect(grid, values).mask
+            file["fields"][row], file["mask"][row] = values, detection.detect(grid, values)
 
 
 def simulate(options: argparse.Namespace) -> command.Plan:
@@ -182,7 +182,7 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
     for path, row in rows:
         with h5py.File(path, "r") as file:
             values, mask = file["fields"][row], file["mask"][row]
-        if different := (detection.detect(grid, values).mask != mask).sum():
+        if different := (detection.detect(grid, values) != mask).sum():
             yield f"{path}: row {row}: the mask differs from the rule in {different} cells; make the file again"
     print(f"masks of {len(rows)} samples compared with the rule")
 

@@ -16,7 +16,6 @@ transport is 50 kg/m/s or more.
 
 H, W rows (south to north) and columns (eastward)   C the 16 variables"""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,44 +46,18 @@ MIN_LENGTH, MIN_ASPECT_RATIO, MIN_POLEWARD = 2.0e6, 2.0, 50.0     # m, 1, kg/m/s
 _ndimage = partial(import_optional, "scipy.ndimage", "finding cyclones and rivers needs", "deepcam")
 
 
-@dataclass(frozen=True)
-class Cyclone:
-    latitude: float
-    longitude: float
-    pressure: float                             # Pa, least at sea level
-    wind: float                                 # m/s, largest at 850 hPa
-    warmth: float                               # K, of T500 and T200 above the ring
-    cells: int
-
-
-@dataclass(frozen=True)
-class River:
-    latitude: float                             # of the mean of its cells
-    longitude: float
-    length: float                               # m
-    width: float                                # m
-    transport: float                            # kg/m/s, mean
-    cells: int
-
-
-@dataclass(frozen=True)
-class Objects:
-    mask: NDArray[np.uint8]                     # [H, W] 0 nothing, 1 tropical cyclone, 2 atmospheric river
-    cyclones: tuple[Cyclone, ...]
-    rivers: tuple[River, ...]
-
-
-def detect(grid: Grid, fields: NDArray[Any]) -> Objects:
-    """Return the objects of a map.   fields [H, W, C]"""
+def detect(grid: Grid, fields: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return the mask of a map: 0 nothing, 1 tropical cyclone, 2 atmospheric river.   [H, W, C] -> [H, W]"""
     field = {name: fields[..., channel].astype(np.float64) for channel, name in enumerate(VARIABLES)
              if name in ("TMQ", "U850", "V850", "PSL", "T200", "T500")}  # fmt: skip
     mask = np.zeros(fields.shape[:2], np.uint8)
-    cyclones = _detect_cyclones(grid, field, mask)
-    rivers = _detect_rivers(grid, field, mask, cyclones)
-    return Objects(mask, tuple(cyclones), tuple(rivers))
+    centres = _mark_cyclones(grid, field, mask)
+    _mark_rivers(grid, field, mask, centres)
+    return mask
 
 
-def _detect_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8]) -> list[Cyclone]:
+def _mark_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8]) -> list[tuple[float, float]]:
+    """Mark cyclones in ``mask``, and return latitude and longitude of their centres."""
     ndimage = _ndimage()
     spacing = np.abs(np.array((grid.latitude[1] - grid.latitude[0], grid.longitude[1] - grid.longitude[0])))
     size = 2 * np.maximum(np.round(MINIMUM_RADIUS / 2 / spacing), 1).astype(int) + 1
@@ -94,7 +67,7 @@ def _detect_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8
     vorticity = grid.gradient(field["V850"])[0] - grid.gradient(field["U850"])[1]
     vorticity *= np.sign(grid.latitude)[:, None]
     mean_temperature = (field["T500"] + field["T200"]) / 2
-    cyclones: list[Cyclone] = []
+    centres = []
     for row, column in np.argwhere(lowest):
         centre = float(grid.latitude[row]), float(grid.longitude[column])
         rows, columns = grid.nearby(*centre, RING[1] * DEGREE)
@@ -119,11 +92,11 @@ def _detect_cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8
         local_mask = mask[box]
         local_mask[connected] = CYCLONE
         mask[box] = local_mask
-        cyclones.append(Cyclone(*centre, float(pressure[row, column]), max_wind, warmth, int(connected.sum())))
-    return cyclones
+        centres.append(centre)
+    return centres
 
 
-def _detect_rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8], cyclones: list[Cyclone]) -> list[River]:
+def _mark_rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8], cyclones: list[tuple[float, float]]) -> None:
     ndimage = _ndimage()
     east, north = (MOIST_LAYER * field["TMQ"] * field[wind] for wind in ("U850", "V850"))  # kg/m/s
     flow = np.hypot(east, north)
@@ -131,26 +104,22 @@ def _detect_rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8],
     zonal_median = ndimage.uniform_filter1d(np.median(flow, axis=1), rows_of_4_degrees, mode="nearest")
     strong = (flow >= np.maximum(MIN_TRANSPORT, MIN_RELATIVE * zonal_median[:, None])) & (field["TMQ"] >= MIN_WATER)
     strong &= np.abs(grid.latitude)[:, None] >= SUBTROPICS
-    for cyclone in cyclones:
-        rows, columns = grid.nearby(cyclone.latitude, cyclone.longitude, CYCLONE_DISTANCE * DEGREE)
-        distance = polar_coordinates(grid, rows, columns, cyclone.latitude, cyclone.longitude)[0]
+    for centre in cyclones:
+        rows, columns = grid.nearby(*centre, CYCLONE_DISTANCE * DEGREE)
+        distance = polar_coordinates(grid, rows, columns, *centre)[0]
         strong[np.ix_(rows, columns)] &= distance > CYCLONE_DISTANCE * DEGREE
     labels, count = ndimage.label(strong, np.ones((3, 3)))
     if grid.periodic:
         _merge_across_seam(labels)
-    rivers = []
     area = (DEGREE**2 * np.cos(grid.phi) * np.diff(grid.latitude[:2]) * np.diff(grid.longitude[:2])).clip(0) * np.ones(flow.shape)
     sizes = np.bincount(labels.ravel(), area.ravel(), count + 1)
     for label in 1 + np.flatnonzero(sizes[1:] > MIN_LENGTH**2 / 50):        # smaller: thinner than a fiftieth of its length
         cells = np.nonzero(labels == label)
-        latitude, longitude, length = _extent(grid, cells, area[cells])
+        length = _length(grid, cells, area[cells])
         width = float(sizes[label]) / max(length, 1.0)
-        weight = area[cells] / area[cells].sum()
-        poleward = float((north[cells] * np.sign(grid.latitude[cells[0]]) * weight).sum())
+        poleward = np.average(north[cells] * np.sign(grid.latitude[cells[0]]), weights=area[cells])
         if length >= MIN_LENGTH and length >= MIN_ASPECT_RATIO * width and poleward >= MIN_POLEWARD:
             mask[cells] = np.where(mask[cells] == CYCLONE, CYCLONE, RIVER)
-            rivers.append(River(latitude, longitude, length, width, float((flow[cells] * weight).sum()), len(cells[0])))
-    return rivers
 
 
 def _merge_across_seam(labels: NDArray[Any]) -> None:
@@ -163,9 +132,8 @@ def _merge_across_seam(labels: NDArray[Any]) -> None:
                 labels[labels == b] = a
 
 
-def _extent(grid: Grid, cells: tuple[NDArray[Any], ...], area: Array) -> tuple[float, float, float]:
-    """Return latitude and longitude of the centroid of some cells, and the great-circle distance between the ends of their main
-    axis."""
+def _length(grid: Grid, cells: tuple[NDArray[Any], ...], area: Array) -> float:
+    """Return the great-circle distance between the ends of the main axis of some cells."""
     phi, lam = grid.phi[cells[0], 0], grid.lam[0, cells[1]]
     point = np.stack((np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)), axis=1)       # [cells, 3]
     centre = (area[:, None] * point).sum(0)
@@ -175,5 +143,4 @@ def _extent(grid: Grid, cells: tuple[NDArray[Any], ...], area: Array) -> tuple[f
     axis = np.linalg.eigh(spread)[1][:, -1]
     along = (flat * axis).sum(1)
     first, last = point[along.argmin()], point[along.argmax()]
-    length = RADIUS * float(np.arctan2(np.linalg.norm(np.cross(first, last)), first @ last))
-    return float(np.degrees(np.arcsin(centre[2]))), float(np.degrees(np.arctan2(centre[1], centre[0]))), length
+    return RADIUS * float(np.arctan2(np.linalg.norm(np.cross(first, last)), first @ last))
