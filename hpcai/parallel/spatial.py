@@ -535,18 +535,6 @@ class _Norm(SpatialLayer):
             layer.all_reduce = before
 
 
-class GatherVolume(nn.Module):
-    """A seam at which a model needs the full volume on every rank; the identity if nothing is sharded."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class _GatherVolume(SpatialLayer, GatherVolume):
-    def forward_shard(self, x: Tensor, size: Sizes) -> Tensor:
-        return self.partition.gather(x, size)
-
-
 class _PartitionSeam(nn.Module):
     def __init__(self, partition: SpatialPartition) -> None:
         super().__init__()
@@ -586,7 +574,6 @@ _KINDS: dict[type[nn.Module], type[SpatialLayer]] = {
     **dict.fromkeys((BatchNorm, InstanceNorm, GroupNorm), _Norm),
     nn.Upsample: _Upsample,
     UpsampleConv: _Convolution,
-    GatherVolume: _GatherVolume,
 }
 # Layers of torch that do not mix voxels.
 _LOCAL = (

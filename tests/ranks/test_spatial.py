@@ -11,7 +11,7 @@ from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.nn import BatchNorm, Conv3d, InstanceNorm
-from hpcai.parallel.spatial import GatherVolume, ReplicatedOnce, SpatialSum, parallelize_spatial, plan_size
+from hpcai.parallel.spatial import GatherFull, ReplicatedOnce, SpatialSum, parallelize_spatial, plan_size
 from tests.ranks.launch import on_ranks
 from tests.reference_data import load_json
 
@@ -170,7 +170,7 @@ class Regressor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.MaxPool3d(2), nn.LeakyReLU(), nn.Conv3d(4, 4, 3, padding=1))
-        self.gather_volume: nn.Module = GatherVolume()
+        self.gather_volume: nn.Module = nn.Identity()
         self.dense = nn.Sequential(nn.Linear(4 * 8 * 4 * 2, 6), nn.Tanh(), nn.Linear(6, 2))
         self.once: nn.Module = nn.Identity()
         self.total: nn.Module = nn.Identity()
@@ -187,7 +187,7 @@ def losses(mesh: Mesh) -> None:
     full = randomize(Regressor())
     model: Any = deepcopy(full)
     partition = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (16, 8, 4))
-    model.once, model.total = ReplicatedOnce(partition), SpatialSum(partition)
+    model.gather_volume, model.once, model.total = GatherFull(partition, (8, 4, 2)), ReplicatedOnce(partition), SpatialSum(partition)
     x = torch.randn(2, 2, 16, 8, 4, generator=torch.Generator().manual_seed(5)).double()
     expected, actual = full.loss(x), model.loss(partition.take_shard(x))
     expected.backward()

@@ -2,7 +2,7 @@
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.cosmoflow.model import CosmoFlow
-from hpcai.parallel.spatial import GatherVolume, ReplicatedOnce, SpatialPartition, parallelize_spatial
+from hpcai.parallel.spatial import GatherFull, ReplicatedOnce, SpatialPartition, parallelize_spatial
 
 
 def spatial_cut(mesh: Mesh) -> SpatialPartition:
@@ -14,7 +14,6 @@ def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
     """Shard the convolutions of ``model`` over ``depth`` and ``height``, in place. Raises MeshError if the mesh does not fit."""
     mesh.check_axes("CosmoFlow", "replicate", "depth", "height")
     if mesh.model_parallel.size > 1:
-        model.gather_volume = GatherVolume()
         cut = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (model.cfg.size,) * 3)
-        model.replicated_output = ReplicatedOnce(cut)
+        model.gather_volume, model.replicated_output = GatherFull(cut, (model.cfg.edge,) * 3), ReplicatedOnce(cut)
     return model
