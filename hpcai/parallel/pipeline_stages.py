@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.nn.deferred_init import record_names
-from hpcai.parallel.sharding import mark_tensor_exclusive
+from hpcai.parallel.sharding import mark_exclusive
 
 
 class StageOutput(nn.Module):
@@ -77,7 +77,7 @@ class Stages:
             holding = sorted(holders[tensor])
             shared = axis if len(holding) == axis.size else mesh.subset("pipeline", holding)
             if shared is not axis:
-                mark_tensor_exclusive(tensor, axis)
+                mark_exclusive(tensor, axis)
             if shared.size > 1 and isinstance(tensor, nn.Parameter):
                 tensor.sum_axes = (*getattr(tensor, "sum_axes", ()), shared)  # type: ignore[attr-defined]
 

@@ -110,14 +110,8 @@ def shard_(tensor: Tensor, dim: int, axis: Axis, sizes: Sequence[int] = ()) -> N
     tensor.shard_spec = replace(spec, ranges=all_ranges, axes=(*spec.axes, axis))  # type: ignore[attr-defined]
 
 
-def mark_exclusive(module: nn.Module, axis: Axis) -> None:
-    """Record that other ranks along ``axis`` do not have ``module``: they hold other layers, or other experts."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        mark_tensor_exclusive(tensor, axis)
-
-
-def mark_tensor_exclusive(tensor: Tensor, axis: Axis) -> None:
-    """``mark_exclusive`` for one parameter or buffer."""
+def mark_exclusive(tensor: Tensor, axis: Axis) -> None:
+    """Record that other ranks along ``axis`` do not have ``tensor``, a parameter or a buffer: they hold other layers."""
     spec = shard_spec(tensor)
     if axis.size > 1 and axis not in spec.exclusive_axes:
         tensor.shard_spec = replace(spec, exclusive_axes=(*spec.exclusive_axes, axis))  # type: ignore[attr-defined]

@@ -74,7 +74,8 @@ def test_replica_axes() -> None:
     assert names(layer.bias) == ["replicate x pipeline x tensor"]
     shard_(layer.weight, 0, mesh["tensor"])
     assert names(layer.weight) == ["replicate x pipeline"] and names(layer.bias) == ["replicate x pipeline x tensor"]
-    mark_exclusive(layer, mesh["pipeline"])
+    for parameter in layer.parameters():
+        mark_exclusive(parameter, mesh["pipeline"])
     assert names(layer.weight) == ["replicate"] and names(layer.bias) == ["replicate x tensor"]
     between, within = mesh.split("replicate", 2, "x")
     assert [a.name for a in replica_axes(layer.bias, mesh, within, between)] == ["tensor"]
