@@ -73,11 +73,12 @@ class _Collective(AxisSeam):
 
     @disable_dynamo
     def begin(self, x: Tensor, *sizes: int) -> "PendingCollective":
-        return begin_collective(x, AsyncCollective(*self._collectives(x, *sizes)))
+        collective = AsyncCollective(*self._collectives(x, *sizes))
+        return PendingCollective(_Begin.apply(x, collective), collective)
 
     @disable_dynamo
     def finish(self, pending: "PendingCollective") -> Tensor:
-        return finish_collective(pending)
+        return _Finish.apply(*pending)
 
 
 class AllGather(_Collective):
@@ -187,19 +188,9 @@ class PendingCollective(NamedTuple):
     collective: AsyncCollective
 
 
-def begin_collective(x: Tensor, collective: AsyncCollective) -> PendingCollective:
-    """Start ``collective``; its adjoint ends where it begins."""
-    return PendingCollective(_Begin.apply(x, collective), collective)
-
-
-def finish_collective(pending: PendingCollective) -> Tensor:
-    """Return the result of ``begin_collective``; its adjoint begins where it ends."""
-    return _Finish.apply(*pending)
-
-
 class _Begin(UntransformedFunction):
-    """The backward pass runs the ready node that was created last: nodes created between the two halves run between
-    ``_Finish.backward`` and ``_Begin.backward``, in the same order on every rank."""
+    """Start a collective; its adjoint ends here. The backward pass runs the ready node that was created last: nodes created between
+    the two halves run between ``_Finish.backward`` and ``_Begin.backward``, in the same order on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: AsyncCollective) -> Tensor:
@@ -214,6 +205,8 @@ class _Begin(UntransformedFunction):
 
 
 class _Finish(UntransformedFunction):
+    """Return the result of a collective; its adjoint begins here."""
+
     @staticmethod
     def forward(ctx: Any, token: Tensor, collective: AsyncCollective) -> Tensor:
         ctx.collective = collective
