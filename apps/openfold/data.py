@@ -2,8 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
@@ -36,9 +36,8 @@ TEMPLATE_FIELDS = {name: FIELDS[name] for name in ("residues", "aatype", "positi
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield loaders for training (None on ranks that only evaluate), validation and pictures."""
+def build_loaders(cfg: Config, mesh: Mesh) -> AbstractContextManager[tuple[Any, Any, Any]]:
+    """Open loaders for training (None on ranks that only evaluate), validation and pictures."""
     data, features = cfg.data, cfg.features
     train, validation = (open_rows(cfg, split, FIELDS, mesh) for split in ("train", "validation"))
     has_templates = (data.directory / "templates").is_dir()
@@ -57,13 +56,12 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
         return make_loader(source, sampler.groups, data, mesh, name=name, sampler=sampler, last_batch="keep")
 
     few = held_rows[np.linspace(0, len(held_rows) - 1, min(data.pictures, len(held_rows))).round().astype(int)]
-    with open_loaders(
+    return open_loaders(
         mesh,
         lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=Recycling(features.recycles, cfg.train.seed), **kwargs),
         lambda: held_out(held_rows, "validation"),
         (lambda: held_out(few, "pictures")) if len(few) else None,
-    ) as loaders:
-        yield loaders
+    )
 
 
 def _check_lengths(rows: Rows, selected: np.ndarray, ranks: int) -> None:

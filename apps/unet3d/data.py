@@ -1,7 +1,7 @@
 """CT volumes as samples: random crops for training, full volumes for evaluation.   D H W the volume."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,20 +24,18 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@contextmanager
-def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield loaders for training (None on ranks that only evaluate), validation and pictures."""
+def build_loaders(cfg: Config, mesh: Mesh) -> AbstractContextManager[tuple[Any, Any, Any]]:
+    """Open loaders for training (None on ranks that only evaluate), validation and pictures."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     cut = spatial_cut(mesh)
     crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.local_slices(cfg.model.window), cfg.data.repeat)
     kwargs, few = training_kwargs(train, cfg), Volumes(validation, cfg.data.pictures)
-    with open_loaders(
+    return open_loaders(
         mesh,
         lambda: make_loader(crops, cfg.data.batch, cfg.data, mesh, **kwargs),
         lambda: _evaluation_loader(Volumes(validation), cfg, mesh, "validation"),
         (lambda: _evaluation_loader(few, cfg, mesh, "pictures")) if len(few) else None,
-    ) as loaders:
-        yield loaders
+    )
 
 
 def _evaluation_loader(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
