@@ -37,6 +37,20 @@ def _nonnegative(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
     return array
 
 
+def _assign_balanced(costs: np.ndarray, capacity: Sequence[int]) -> np.ndarray:
+    """Return the owner of each item: by descending cost, the owner with the least load that has capacity left (longest processing
+    time first, Graham 1969).   costs [N] -> [N]"""
+    left, owner, loads = list(capacity), np.empty(len(costs), int), [(0.0, r) for r, items in enumerate(capacity) if items]
+    for item in np.argsort(-costs, kind="stable").tolist():
+        load, r = loads[0]
+        owner[item], left[r] = r, left[r] - 1
+        if left[r]:
+            heapq.heapreplace(loads, (load + float(costs[item]), r))
+        else:
+            heapq.heappop(loads)
+    return owner
+
+
 def _generator(*seed: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(list(seed)))
 
@@ -167,7 +181,7 @@ class Sharded:
 
 
 class LargestFirst:
-    """Every sample once, for evaluation: by descending cost, each to the least loaded group of replicas (LPT, Graham 1969).
+    """Every sample once, for evaluation: by descending cost, each to the least loaded group of replicas.
 
     ``group`` adjacent replicas take the same samples. A batch has one sample for each group that is not finished.   ``costs`` [N]
     """
@@ -175,14 +189,10 @@ class LargestFirst:
     def __init__(self, costs: Sequence[float] | np.ndarray, replicas: int, group: int = 1) -> None:
         costs = _nonnegative("costs", costs)
         self.samples, self.groups, self.group = len(costs), replicas // group, group
-        load, self.owner = np.zeros(self.groups), np.zeros(len(costs), int)
-        queues: list[list[int]] = [[] for _ in range(self.groups)]
-        for index in np.argsort(-costs, kind="stable"):
-            owner = int(load.argmin())
-            self.owner[index] = owner
-            load[owner] += costs[index]
-            queues[owner].append(int(index))
-        longest = max(map(len, queues), default=0)
+        self.owner = _assign_balanced(costs, [len(costs)] * self.groups)
+        descending = np.argsort(-costs, kind="stable")
+        queues = [descending[self.owner[descending] == group] for group in range(self.groups)]
+        longest = max(map(len, queues))
         self._order = np.array([queue[k] for k in range(longest) for queue in queues if k < len(queue)], int)
 
     def order(self, epoch: int) -> np.ndarray:
@@ -194,10 +204,7 @@ class LargestFirst:
 
 class Balanced(Shuffled):
     """Load balancing: the samples of a batch are assigned to replicas so that sums of ``costs`` [N] are as even as possible.
-
-    Samples go by descending cost to the replica with the least load (longest processing time first, Graham 1969). ``equal``: all
-    replicas take equally many samples, so that shapes are constant; otherwise only costs count.
-    """
+    ``equal``: all replicas take equally many samples, so that shapes are constant; otherwise only costs count."""
 
     def __init__(self, costs: Sequence[float] | np.ndarray, seed: int = 0, *, equal: bool = True) -> None:
         self.costs, self.equal = _nonnegative("costs", costs), equal
@@ -205,13 +212,4 @@ class Balanced(Shuffled):
 
     def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         capacity = [len(split_range(len(indices), r, size)) if self.equal else len(indices) for r in range(size)]
-        owner, loads = np.empty(len(indices), int), [(0.0, r) for r in range(size) if capacity[r]]
-        costs = self.costs[indices]
-        for slot in np.argsort(-costs, kind="stable").tolist():
-            load, r = loads[0]
-            owner[slot], capacity[r] = r, capacity[r] - 1
-            if capacity[r]:
-                heapq.heapreplace(loads, (load + float(costs[slot]), r))
-            else:
-                heapq.heappop(loads)
-        return np.flatnonzero(owner == rank)
+        return np.flatnonzero(_assign_balanced(self.costs[indices], capacity) == rank)
