@@ -293,8 +293,8 @@ class ConvArgs:
 
 
 class HaloConvolution(UntransformedFunction):
-    """A convolution of a sharded volume. ``plans`` exchange the halos that this rank's output needs, the first dim last; with
-    ``overlap`` the interior, which needs no halo of it, is convolved meanwhile. ``x`` and the received slices are saved."""
+    """A convolution of a sharded volume. ``plans``, at least one, exchange the halos that this rank's output needs, the first dim
+    last; with ``overlap`` the interior, which needs no halo of it, is convolved meanwhile. ``x`` and the received slices are saved."""
 
     @staticmethod
     def forward(
@@ -302,21 +302,18 @@ class HaloConvolution(UntransformedFunction):
         overlap: bool,
     ) -> Tensor:  # fmt: skip
         received: list[Tensor] = []
-        padded, parts = x, _UNSPLIT
+        padded = x
         for plan in reversed(plans[1:]):
             slices = start_exchange(padded, plan, volume).wait()
             padded, received = assemble(padded, slices, plan), [*slices, *received]
-        if plans:
-            exchange = start_exchange(padded, plans[0], volume)
-            parts = _split_interior(plans[0], conv, weight) if overlap and exchange.bytes else _UNSPLIT
-            inner = [conv.forward(assemble(padded, [], plans[0], within=part), weight, bias) for _, part in parts[:1] if part]
-            slices = exchange.wait()
-            received = [*slices, *received]
-            outer = [conv.forward(assemble(padded, slices, plans[0], within=part), weight, bias) for _, part in parts[len(inner) :]]
-            pieces = sorted(zip([out for out, _ in parts], inner + outer), key=lambda piece: piece[0] or (0, 0))
-            y = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces], plans[0].dim)
-        else:
-            y = conv.forward(x, weight, bias)
+        exchange = start_exchange(padded, plans[0], volume)
+        parts = _split_interior(plans[0], conv, weight) if overlap and exchange.bytes else _UNSPLIT
+        inner = [conv.forward(assemble(padded, [], plans[0], within=part), weight, bias) for _, part in parts[:1] if part]
+        slices = exchange.wait()
+        received = [*slices, *received]
+        outer = [conv.forward(assemble(padded, slices, plans[0], within=part), weight, bias) for _, part in parts[len(inner) :]]
+        pieces = sorted(zip([out for out, _ in parts], inner + outer), key=lambda piece: piece[0] or (0, 0))
+        y = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces], plans[0].dim)
         ctx.save_for_backward(x, weight, *received)
         ctx.plans, ctx.conv, ctx.comm_volume, ctx.parts, ctx.has_bias = plans, conv, volume, parts, bias is not None
         return conv.crop(y)
@@ -338,9 +335,9 @@ class HaloConvolution(UntransformedFunction):
         output_mask = [needs_input, needs_weight, ctx.has_bias and needs_bias]
         # The edges come before the interior (the first part): other ranks wait for their gradients.
         for number, (out, cells) in reversed(list(enumerate(ctx.parts))):
-            if number == 0 and pieces and plans and needs_input:
+            if number == 0 and pieces and needs_input:
                 exchange = start_reduce(pieces, plans[0], volume)
-            part = assemble(padded, received, plans[0], within=cells) if plans else padded
+            part = assemble(padded, received, plans[0], within=cells)
             dy_part = dy if out is None else dy.narrow(plans[0].dim, out[0], out[1] - out[0])
             dpart, dw, db = conv.backward(conv.uncrop(dy_part, part, weight), part, weight, output_mask)
             pieces.append((cells[0] if cells else 0, dpart))
@@ -348,7 +345,7 @@ class HaloConvolution(UntransformedFunction):
             dbias = db if dbias is None or db is None else dbias.add_(db)
         dx = None
         if needs_input:
-            dx = reduce_halo(pieces, plans[0], volume, exchange) if plans else pieces[0][1]
+            dx = reduce_halo(pieces, plans[0], volume, exchange)
             for plan in plans[1:]:
                 dx = reduce_halo([(0, dx)], plan, volume)
         return dx, dweight, dbias, None, None, None, None
