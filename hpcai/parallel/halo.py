@@ -107,19 +107,16 @@ def _empty_like(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 class PendingExchange:
-    """A running exchange: slices ``sends`` of ``x``, whose dim begins at index ``first``, are sent; ``wait`` returns ``recvs``.
-    ``volume`` counts it."""
+    """A running exchange: slices ``sends`` of ``x``, whose dim begins at index ``first``, are sent; ``wait`` returns ``recvs``."""
 
     def __init__(
-        self, x: Tensor, dim: int, axis: Axis, sends: Sequence[tuple[int, Range]], recvs: Sequence[tuple[int, Range]], first: int,
-        volume: "CommVolume",
-    ) -> None:  # fmt: skip
+        self, x: Tensor, dim: int, axis: Axis, sends: Sequence[tuple[int, Range]], recvs: Sequence[tuple[int, Range]], first: int
+    ) -> None:
         to_layout = _to_last if in_channels_last(x) else (lambda tensor: tensor)
         # gloo sends from host memory only.
         device = torch.device("cpu") if x.is_cuda and get_backend(x.device, axis) == "gloo" else x.device
         self._send_buffers = [to_layout(x.narrow(dim, a - first, b - a)).contiguous().to(device) for _, (a, b) in sends]
         self.slices = [_empty_like(x, dim, b - a) for _, (a, b) in recvs]
-        self.bytes = sum(t.numel() * t.element_size() for t in self._send_buffers)
         ops = []
         targets = [to_layout(tensor) for tensor in self.slices]
         buffers = [target if target.device == device else torch.empty_like(target, device=device) for target in targets]
@@ -128,8 +125,6 @@ class PendingExchange:
             for tensor, (rank, _) in zip(tensors, peers):
                 peer = torch_dist.get_global_rank(axis.group, rank)  # type: ignore[arg-type]  # an axis with peers has a group
                 ops.append(torch_dist.P2POp(op, tensor, peer, axis.group))
-        volume.bytes_sent += self.bytes
-        volume.exchanges += bool(ops)
         self._works = torch_dist.batch_isend_irecv(ops) if ops else []
 
     def wait(self) -> list[Tensor]:
@@ -141,16 +136,8 @@ class PendingExchange:
         return self.slices
 
 
-@dataclass
-class CommVolume:
-    """Bytes that this rank has sent, and the number of exchanges."""
-
-    bytes_sent: int = 0
-    exchanges: int = 0
-
-
-def start_exchange(x: Tensor, plan: HaloPlan, volume: CommVolume) -> PendingExchange:
-    return PendingExchange(x, plan.dim, plan.axis, plan.sends, plan.receives, plan.local[0], volume)
+def start_exchange(x: Tensor, plan: HaloPlan) -> PendingExchange:
+    return PendingExchange(x, plan.dim, plan.axis, plan.sends, plan.receives, plan.local[0])
 
 
 def assemble(x: Tensor, slices: Sequence[Tensor], plan: HaloPlan, fill: float = 0.0, within: Range | None = None) -> Tensor:
@@ -183,25 +170,23 @@ class HaloExchange(UntransformedFunction):
     Shape: x [.., held, ..] -> [.., pad_before + needed + pad_after, ..]"""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: HaloPlan, volume: CommVolume, fill: float) -> Tensor:
-        ctx.plan, ctx.comm_volume = plan, volume
-        y = assemble(x, start_exchange(x, plan, volume).wait(), plan, fill)
+    def forward(ctx: Any, x: Tensor, plan: HaloPlan, fill: float) -> Tensor:
+        ctx.plan = plan
+        y = assemble(x, start_exchange(x, plan).wait(), plan, fill)
         return y.view_as(y) if y is x else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         plan = ctx.plan
-        return reduce_halo([(0, dy.clone() if plan.sends or plan.local_wraps else dy)], plan, ctx.comm_volume), None, None, None
+        return reduce_halo([(0, dy.clone() if plan.sends or plan.local_wraps else dy)], plan), None, None
 
 
-def reduce_halo(
-    pieces: Sequence[tuple[int, Tensor]], plan: HaloPlan, volume: CommVolume, exchange: PendingExchange | None = None
-) -> Tensor:
+def reduce_halo(pieces: Sequence[tuple[int, Tensor]], plan: HaloPlan, exchange: PendingExchange | None = None) -> Tensor:
     """Return the gradient of the held range, from ``pieces`` (first index, as ``assemble`` counts, values) of the gradient of the
     needed range. ``exchange``: The gradients from other ranks, if they are already on their way."""
     dim, start = plan.dim, plan.needed[0] - plan.pad_before
-    exchange = exchange or start_reduce(pieces, plan, volume)
+    exchange = exchange or start_reduce(pieces, plan)
     held = plan.local
     first, piece = max(pieces, key=lambda item: item[1].shape[dim])  # a piece that covers all is used in place
     low, high = start + first, start + first + piece.shape[dim]
@@ -226,7 +211,7 @@ def reduce_halo(
     return dx
 
 
-def start_reduce(pieces: Sequence[tuple[int, Tensor]], plan: HaloPlan, volume: CommVolume) -> PendingExchange:
+def start_reduce(pieces: Sequence[tuple[int, Tensor]], plan: HaloPlan) -> PendingExchange:
     """Start to send the gradients of received slices back to their ranks. ``pieces`` must cover all these slices."""
     dim, start, receives = plan.dim, plan.needed[0] - plan.pad_before, plan.receives
     if len(pieces) == 1:
@@ -239,7 +224,7 @@ def start_reduce(pieces: Sequence[tuple[int, Tensor]], plan: HaloPlan, volume: C
             low, high = intersect((first, end), (start + offset, start + offset + piece.shape[dim]))
             if high > low:
                 full.narrow(dim, low - first, high - low).add_(piece.narrow(dim, low - start - offset, high - low))
-    return PendingExchange(full, dim, plan.axis, receives, plan.sends, first, volume)
+    return PendingExchange(full, dim, plan.axis, receives, plan.sends, first)
 
 
 @dataclass(frozen=True)
@@ -298,16 +283,15 @@ class HaloConvolution(UntransformedFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plans: tuple[HaloPlan, ...], conv: ConvArgs, volume: CommVolume,
-        overlap: bool,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plans: tuple[HaloPlan, ...], conv: ConvArgs, overlap: bool
+    ) -> Tensor:
         received: list[Tensor] = []
         padded = x
         for plan in reversed(plans[1:]):
-            slices = start_exchange(padded, plan, volume).wait()
+            slices = start_exchange(padded, plan).wait()
             padded, received = assemble(padded, slices, plan), [*slices, *received]
-        exchange = start_exchange(padded, plans[0], volume)
-        parts = _split_interior(plans[0], conv, weight) if overlap and exchange.bytes else _UNSPLIT
+        exchange = start_exchange(padded, plans[0])
+        parts = _split_interior(plans[0], conv, weight) if overlap and plans[0].sends else _UNSPLIT
         inner = [conv.forward(assemble(padded, [], plans[0], within=part), weight, bias) for _, part in parts[:1] if part]
         slices = exchange.wait()
         received = [*slices, *received]
@@ -315,14 +299,14 @@ class HaloConvolution(UntransformedFunction):
         pieces = sorted(zip([out for out, _ in parts], inner + outer), key=lambda piece: piece[0] or (0, 0))
         y = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces], plans[0].dim)
         ctx.save_for_backward(x, weight, *received)
-        ctx.plans, ctx.conv, ctx.comm_volume, ctx.parts, ctx.has_bias = plans, conv, volume, parts, bias is not None
+        ctx.plans, ctx.conv, ctx.parts, ctx.has_bias = plans, conv, parts, bias is not None
         return conv.crop(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, *received = ctx.saved_tensors
-        plans, conv, volume = ctx.plans, ctx.conv, ctx.comm_volume
+        plans, conv = ctx.plans, ctx.conv
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         padded = x
         for plan in reversed(plans[1:]):
@@ -336,7 +320,7 @@ class HaloConvolution(UntransformedFunction):
         # The edges come before the interior (the first part): other ranks wait for their gradients.
         for number, (out, cells) in reversed(list(enumerate(ctx.parts))):
             if number == 0 and pieces and needs_input:
-                exchange = start_reduce(pieces, plans[0], volume)
+                exchange = start_reduce(pieces, plans[0])
             part = assemble(padded, received, plans[0], within=cells)
             dy_part = dy if out is None else dy.narrow(plans[0].dim, out[0], out[1] - out[0])
             dpart, dw, db = conv.backward(conv.uncrop(dy_part, part, weight), part, weight, output_mask)
@@ -345,10 +329,10 @@ class HaloConvolution(UntransformedFunction):
             dbias = db if dbias is None or db is None else dbias.add_(db)
         dx = None
         if needs_input:
-            dx = reduce_halo(pieces, plans[0], volume, exchange)
+            dx = reduce_halo(pieces, plans[0], exchange)
             for plan in plans[1:]:
-                dx = reduce_halo([(0, dx)], plan, volume)
-        return dx, dweight, dbias, None, None, None, None
+                dx = reduce_halo([(0, dx)], plan)
+        return dx, dweight, dbias, None, None, None
 
 
 _UNSPLIT: tuple[tuple[Range | None, Range | None], ...] = ((None, None),)

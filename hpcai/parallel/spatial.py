@@ -33,7 +33,7 @@ from hpcai.nn.groupnorm import GroupNorm, InstanceNorm
 from hpcai.nn.upsample_conv import UpsampleConv
 from hpcai.parallel.batchnorm import AllReduce, replace_norms
 from hpcai.parallel.data_parallel import sum_gradients_over
-from hpcai.parallel.halo import CommVolume, ConvArgs, HaloConvolution, HaloExchange, HaloPlan, Range
+from hpcai.parallel.halo import ConvArgs, HaloConvolution, HaloExchange, HaloPlan, Range
 
 Sizes = tuple[int, ...]  # by dim: D, H, W
 Inputs = Callable[[Sequence[int]], tuple[Any, ...]]
@@ -48,7 +48,6 @@ class SpatialPartition:
     def __init__(self, axes: Mapping[int, Axis], min_size: int = 2, overlap: bool | None = None) -> None:
         self.axes = {dim: axis for dim, axis in axes.items() if axis.size > 1}
         self.min_size, self.overlap, self.active = min_size, overlap, True
-        self.comm_volume = CommVolume()
         self.full_sizes: dict[str, dict[Sizes, Sizes]] = {}  # layer -> local size -> full size
         self.plans: dict[tuple[str, Sizes], Any] = {}  # (layer, full size) -> plan
 
@@ -117,7 +116,7 @@ class SpatialPartition:
         """All-gather one dim, of ``size`` voxels."""
         axis = self.axes[dim]
         held = tuple(shard_range(size, r, axis.size) for r in range(axis.size))
-        return HaloExchange.apply(x, HaloPlan(dim, axis, held, ((0, size),) * axis.size), self.comm_volume, 0.0)
+        return HaloExchange.apply(x, HaloPlan(dim, axis, held, ((0, size),) * axis.size), 0.0)
 
     def sharded_axes(self, size: Sequence[int]) -> tuple[Axis, ...]:
         """Return the axes over which a level of ``size`` is sharded."""
@@ -313,7 +312,7 @@ class SpatialLayer(nn.Module):
         """Return ``x`` with its halos."""
         for plan in plans:
             if not plan.is_local:
-                x = HaloExchange.apply(x, plan, self.partition.comm_volume, fill)
+                x = HaloExchange.apply(x, plan, fill)
         return x
 
 
@@ -393,7 +392,7 @@ class _Convolution(SpatialLayer):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         overlap = on_gpu(x) if self.partition.overlap is None else self.partition.overlap
-        y = HaloConvolution.apply(x, weight, bias, plans, conv, self.partition.comm_volume, overlap)
+        y = HaloConvolution.apply(x, weight, bias, plans, conv, overlap)
         return _gather_output(self.partition, y, out)
 
     def plan(self, size: Sizes) -> tuple[tuple[HaloPlan, ...], list[tuple[int, int]], ConvArgs, Sizes]:
