@@ -181,8 +181,8 @@ class Reader(AbstractContextManager["Reader"]):
     """Reads ranges of files, with ``threads`` reads of up to ``block`` bytes in flight. Thread-safe.
 
     ``mode``: ``direct`` requires O_DIRECT; ``auto`` uses it if the file system supports it, and logs once if not; ``buffered``
-    reads through the page cache, which is faster if the dataset fits into memory. ``requested`` counts the bytes of requests,
-    ``transferred`` the bytes read, with those added by alignment.
+    reads through the page cache, which is faster if the dataset fits into memory. ``transferred`` counts the bytes read, with those
+    added by alignment.
     Raises DataError, with file and range, if a file cannot be opened or read, and for a range beyond its end.
     """
 
@@ -191,7 +191,7 @@ class Reader(AbstractContextManager["Reader"]):
         preadv: Callable[[int, Sequence[Any], int], int] = os.preadv,
     ) -> None:  # fmt: skip
         self.mode, self.block, self.memory = mode, align_up(block), memory if memory is not None else MemoryPool()
-        self.requested = self.transferred = 0
+        self.transferred = 0
         self._preadv, self._limit, self._threads = preadv, files, threads
         self._lock = threading.Lock()
         self._files = FileCache(self._open, lambda file: os.close(file.descriptor), files)
@@ -216,7 +216,7 @@ class Reader(AbstractContextManager["Reader"]):
                 jobs += self._split(path, offset, arrays[-1], length)
             else:
                 jobs += self._split(path, first, memory, offset - first + length)
-        self._run_jobs(jobs, sum(length for _, _, length in ranges))
+        self._run_jobs(jobs)
         return arrays
 
     def read(self, parts: Sequence[tuple[Path, int, np.ndarray]]) -> None:
@@ -235,7 +235,7 @@ class Reader(AbstractContextManager["Reader"]):
                 jobs += self._split(path, first, into[first - offset : last - offset], last - first)
                 edges = ((offset, into[: first - offset]), (last, into[last - offset :]))
                 jobs += [job for o, edge in edges if edge.size for job in self._split_unaligned(path, o, edge)]
-        self._run_jobs(jobs, sum(into.size for _, _, into in parts))
+        self._run_jobs(jobs)
 
     def size(self, path: Path) -> int:
         """Return the size of a file in bytes. It stays open for later reads."""
@@ -276,10 +276,8 @@ class Reader(AbstractContextManager["Reader"]):
         self._read_block(path, first, bounce.data, end - first)
         np.copyto(into, bounce[offset - first : end - first])
 
-    def _run_jobs(self, jobs: Sequence[Callable[[], None]], size: int) -> None:
+    def _run_jobs(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run all jobs, the last one in this thread, which would otherwise only wait."""
-        with self._lock:
-            self.requested += size
         if not jobs:
             return
         others = [self._pool.submit(job) for job in jobs[:-1]]

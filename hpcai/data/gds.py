@@ -5,9 +5,7 @@ the same result, but no faster than the direct reader. The log names the mode. K
 """
 
 import logging
-import math
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -41,17 +39,16 @@ class GdsReader(AbstractContextManager["GdsReader"]):
     """Reads boxes of arrays into memory of ``device``. Thread-safe.
 
     Each byte range is read with the blocks of its ends to an aligned address, which GPUDirect Storage needs to avoid a bounce
-    buffer. A single range is returned without a copy; several are copied to the result on the device. ``requested`` counts bytes of
-    requests, ``transferred`` the bytes read, with those added by alignment. ``kvikio`` replaces the module in tests.
+    buffer. A single range is returned without a copy; several are copied to the result on the device. ``kvikio`` replaces the
+    module in tests.
 
     Raises MissingExtraError without KvikIO, and DataError without a GPU driver, if a file cannot be opened or read, for a range
     beyond its end, and for values without a dtype in torch.
     """
 
     def __init__(self, device: torch.device, *, kvikio: Any = None) -> None:
-        self.device, self.requested, self.transferred = device, 0, 0
+        self.device = device
         self._kvikio = _import_kvikio(device) if kvikio is None else kvikio
-        self._lock = threading.Lock()
         self._files = FileCache(self._open, lambda file: file.handle.close(), _FILES)
         # KvikIO's reads are not ordered with any stream, but the caching allocator reuses freed memory in stream order. On a
         # private stream only copies of this reader may still use such memory, and `_fetch` waits for them.
@@ -73,8 +70,6 @@ class GdsReader(AbstractContextManager["GdsReader"]):
         except TypeError as problem:
             raise DataError(f"{description}, which torch has no dtype for; use data.reader=direct") from problem
         ranges, shape, out_shape = layout.byte_ranges(index)
-        with self._lock:
-            self.requested += math.prod(shape) * layout.dtype.itemsize
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             if len(ranges) == 1 and ranges[0].contiguous and ranges[0].offset is not None:
                 out = _view_as(self._fetch(layout.path, ranges)[0], dtype).view(shape)
@@ -141,8 +136,6 @@ class GdsReader(AbstractContextManager["GdsReader"]):
             except Exception as problem:
                 counts.append(0)
                 failure = failure or problem
-        with self._lock:
-            self.transferred += sum(counts)
         for (_, first), (start, end), count in zip(parts, bounds, counts):
             if first + count < end and failure is None:
                 raise DataError(

@@ -121,8 +121,6 @@ def test_any_slice_of_any_array_is_read_exactly(tmp_path_factory: Any, case: Any
     assert all(address % ALIGN == 0 and first % ALIGN == 0 for address, _, first, _ in module.reads)
     end = layout.path.stat().st_size
     assert all(size % ALIGN == 0 or first + size == end for _, size, first, _ in module.reads)
-    assert reader.requested == expected.nbytes
-    assert reader.transferred == sum(size for _, size, _, _ in module.reads)
     assert module.opened == module.closed
 
 
@@ -141,7 +139,7 @@ def test_a_single_range_is_not_copied(kvikio: FakeKvikIO, reader: GdsReader, vol
     start = layout.offset + 3 * array[0].nbytes
     assert offset == start // ALIGN * ALIGN and actual.data_ptr() == address + start - offset, "no copy"
     assert task == 4 << 20 and kvikio.settings == {"num_threads": 8, "task_size": 4 << 20}
-    assert reader.requested == 6 * array[0].nbytes <= reader.transferred == size <= reader.requested + 2 * ALIGN
+    assert 6 * array[0].nbytes <= size <= 6 * array[0].nbytes + 2 * ALIGN
     with Reader("auto") as direct:
         assert np.array_equal(actual.numpy(), layout.read(direct, slice(3, 9)))
 
@@ -195,7 +193,6 @@ def test_reads_from_many_threads(kvikio: FakeKvikIO, reader: GdsReader, volume: 
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda i: reader.read(layout, i % 16), range(64)))
     assert all(torch.equal(actual, torch.from_numpy(array[i % 16])) for i, actual in enumerate(results))
-    assert reader.requested == 4 * array.nbytes
 
 
 def test_the_number_of_open_files_is_limited(kvikio: FakeKvikIO, reader: GdsReader, tmp_path: Path) -> None:
