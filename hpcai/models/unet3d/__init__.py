@@ -10,6 +10,6 @@ __getattr__, __all__ = attach(
         ".objective": ["Batch", "loss", "score", "dice", "slices"],
         ".parallel": ["parallelize", "spatial_cut"],
         ".load": ["load_weights"],
-        ".windows": ["SlidingWindow", "sliding_window_inference", "plan_windows"],
+        ".windows": ["SlidingWindow", "plan_windows"],
     },
 )

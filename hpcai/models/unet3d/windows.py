@@ -49,45 +49,6 @@ def gaussian_weights(window: Sequence[int]) -> Tensor:
     return weights / weights.max()
 
 
-def sliding_window_inference(
-    network: Callable[[Tensor], Tensor], image: Tensor, window: Sequence[int], overlap: float = 0.5, *, crop: bool = True,
-    fill: float = PADDING_VALUE, group: "WindowGroup | None" = None,
-) -> tuple[Tensor, tuple[slice, slice, slice]]:  # fmt: skip
-    """Return the mean of the logits of all windows, weighted by ``gaussian_weights``, and the range of the volume that it covers.
-
-    [1, C, D, H, W] -> [1, K, D', H', W']. ``group`` assigns windows to this process, and all-reduces the sums.
-    """
-    group = group or WindowGroup()
-    if image.ndim != 5 or image.shape[0] != 1:
-        raise ValueError(f"image has shape {list(image.shape)}; expected [1, C, D, H, W]")
-    plans = [plan_windows(n, w, overlap, crop) for n, w in zip(image.shape[2:], window)]
-    crops = (plans[0].crop, plans[1].crop, plans[2].crop)
-    padding = [n for p in reversed(plans) for n in (p.before, p.after)]
-    cropped: Any = (..., *crops)
-    padded = torch.nn.functional.pad(image[cropped], padding, value=fill)
-    corners = [(d, h, w) for d in plans[0].starts for h in plans[1].starts for w in plans[2].starts]
-    assigned = group.assign(corners)
-    dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
-    weights = gaussian_weights(window).to(image.device, dtype)
-    sums: Tensor | None = None
-    for corner in assigned or corners[:1]:  # with fewer windows than ranks, some compute the first, with weight 0
-        box: Any = (..., *(slice(c, c + w) for c, w in zip(corner, window)))
-        logits = network(padded[box].contiguous()).to(dtype)
-        if sums is None:
-            sums = logits.new_zeros(1, logits.shape[1], *padded.shape[2:])
-        sums[box] += logits * (weights if assigned else 0 * weights)
-    assert sums is not None
-    sums = group.all_reduce(sums)
-    weight_sum = torch.ones((), dtype=dtype, device=image.device)
-    for p, w, n in zip(plans, window, padded.shape[2:]):  # the weights factorise over the dims, and so does their sum
-        dim_weights, dim_sum = gaussian_weights((w,)), torch.zeros(n, dtype=torch.float64)
-        for start in p.starts:
-            dim_sum[start : start + w] += dim_weights
-        weight_sum = weight_sum[..., None] * dim_sum.to(image.device, dtype)
-    inner: Any = (..., *(slice(p.before, n - p.after) for p, n in zip(plans, padded.shape[2:])))
-    return sums[inner] / weight_sum[inner], crops
-
-
 class WindowGroup(nn.Module):
     """The seam for dividing the windows of a volume among processes; here one process computes all of them."""
 
@@ -108,7 +69,8 @@ class WindowGroup(nn.Module):
 
 
 class SlidingWindow(nn.Module):
-    """``sliding_window_inference`` of a model, with a ``group`` of one or several processes."""
+    """The mean of the logits of all windows, weighted by ``gaussian_weights``, and the range of the volume that it covers.
+    ``group`` assigns windows to this process, and all-reduces the sums.   [1, C, D, H, W] -> [1, K, D', H', W']"""
 
     def __init__(self, window: Sequence[int], overlap: float) -> None:
         super().__init__()
@@ -116,5 +78,30 @@ class SlidingWindow(nn.Module):
         self.group = WindowGroup()
 
     def forward(self, network: Callable[[Tensor], Tensor], image: Tensor, crop: bool = True) -> tuple[Tensor, tuple[slice, ...]]:
+        if image.ndim != 5 or image.shape[0] != 1:
+            raise ValueError(f"image has shape {list(image.shape)}; expected [1, C, D, H, W]")
+        plans = [plan_windows(n, w, self.overlap, crop) for n, w in zip(image.shape[2:], self.window)]
+        cropped: Any = (..., *(p.crop for p in plans))
+        padding = [n for p in reversed(plans) for n in (p.before, p.after)]
+        padded = torch.nn.functional.pad(image[cropped], padding, value=PADDING_VALUE)
+        corners = [(d, h, w) for d in plans[0].starts for h in plans[1].starts for w in plans[2].starts]
+        assigned = self.group.assign(corners)
+        dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
+        weights = gaussian_weights(self.window).to(image.device, dtype)
+        sums: Any = None
         with self.group.unsharded():
-            return sliding_window_inference(network, image, self.window, self.overlap, crop=crop, group=self.group)
+            for corner in assigned or corners[:1]:  # with fewer windows than ranks, some compute the first, with weight 0
+                box: Any = (..., *(slice(c, c + w) for c, w in zip(corner, self.window)))
+                logits = network(padded[box].contiguous()).to(dtype)
+                if sums is None:
+                    sums = logits.new_zeros(1, logits.shape[1], *padded.shape[2:])
+                sums[box] += logits * (weights if assigned else 0 * weights)
+        sums = self.group.all_reduce(sums)
+        weight_sum = torch.ones((), dtype=dtype, device=image.device)
+        for p, w, n in zip(plans, self.window, padded.shape[2:]):  # the weights factorise over the dims, and so does their sum
+            dim_weights, dim_sum = gaussian_weights((w,)), torch.zeros(n, dtype=torch.float64)
+            for start in p.starts:
+                dim_sum[start : start + w] += dim_weights
+            weight_sum = weight_sum[..., None] * dim_sum.to(image.device, dtype)
+        inner: Any = (..., *(slice(p.before, n - p.after) for p, n in zip(plans, padded.shape[2:])))
+        return sums[inner] / weight_sum[inner], cropped[1:]

@@ -9,7 +9,7 @@ import torch
 
 from hpcai.errors import ConfigError, DataError
 from hpcai.models import unet3d
-from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, sliding_window_inference, volume
+from hpcai.models.unet3d import Batch, SlidingWindow, UNet3D, UNet3DConfig, volume
 from hpcai.models.unet3d.objective import dice
 from hpcai.models.unet3d.volume import preprocess, resample
 
@@ -74,7 +74,7 @@ def test_window_weights_sum_to_one_at_every_voxel() -> None:
         overlap = float(rng.choice([0.0, 0.25, 0.5, 0.75]))
         x = torch.from_numpy(rng.normal(size=(1, 2, *size)))
         for crop in (False, True):
-            y, ranges = sliding_window_inference(lambda part: part, x, window, overlap, crop=crop)
+            y, ranges = SlidingWindow(window, overlap)(lambda part: part, x, crop)
             torch.testing.assert_close(y, x[(..., *ranges)], rtol=1e-11, atol=1e-11)
             for n, w, part in zip(size, window, ranges):
                 assert n - (part.stop - part.start) < max(crop * int(w * (1 - overlap)) // 2, 1)
