@@ -85,18 +85,22 @@ def chain_row(
 
 
 def read(file: h5py.File, row: int) -> dict[str, Any]:
-    """Return the fields of one chain, with the alignment [S, N] and the residue maps of the templates [H, N]."""
+    """Return the fields of one chain, as ``unflatten``."""
     (values,) = store.read_rows(file, FIELDS, row, row + 1)
-    hits, residues, where = int(values["hits"]), int(values["residues"]), f"{file.filename}: row {row}"
-    depth, rest = divmod(int(values["letters"]), residues)
-    if rest or not depth:
-        raise DataError(f"{where}: {values['letters']} letters for {residues} residues, expected a multiple; delete the file and "
-                        "make it again")  # fmt: skip
-    if values["places"] != hits * residues:
-        raise DataError(f"{where}: {values['places']} places of {hits} hits and {residues} residues, expected {hits * residues}; "
-                        "delete the file and make it again")  # fmt: skip
-    values["hit_places"] = values["hit_places"].reshape(hits, residues)
-    return values | {name: values[name].reshape(depth, -1) for name in ("msa", "deletions")}
+    return unflatten(values, f"{file.filename}: row {row}")
+
+
+def unflatten(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of a chain with the alignment [S, N] and the residue maps of the templates [H, N]. Raises DataError if one
+    of them has another length."""
+    hits, residues, letters, places = int(values["hits"]), len(values["aatype"]), len(values["msa"]), len(values["hit_places"])
+    advice = "delete the file and make it again with data_prep.openfold"
+    if letters % residues or not letters:
+        raise DataError(f"{where}: an alignment of {letters} letters for {residues} residues, expected a multiple; {advice}")
+    if places != hits * residues:
+        raise DataError(f"{where}: {places} places of {hits} hits and {residues} residues, expected {hits * residues}; {advice}")
+    alignment = {name: values[name].reshape(-1, residues) for name in ("msa", "deletions")}
+    return values | alignment | {"hit_places": values["hit_places"].reshape(hits, residues)}
 
 
 # ---- contents of the files

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from apps.openfold.data import FIELDS, Chains, open_rows, parse_chain
 from apps.openfold.settings import Config
+from data_prep import chains
 from hpcai.cli.benchmarks import Enabled, Switch, Training, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
@@ -98,7 +99,7 @@ class Benchmark(Workload):
     def collate(self, cfg: Config, samples: list[tuple[Any, ...]]) -> Any:
         each = []
         for number, values in enumerate(samples):
-            protein, rows = parse_chain(dict(zip(FIELDS, values)), "a synthetic chain")
+            protein, rows = parse_chain(chains.unflatten(dict(zip(FIELDS, values)), "a synthetic chain"))
             features = featurize(protein, rows, cfg=cfg.features)  # the mask does not depend on a sample's position in a batch
             each.append(features | {"index": np.full(cfg.features.recycles + 1, number)})  # as from a loader
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in collate(each).items()}

@@ -89,8 +89,8 @@ def open_rows(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
 def _select_released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
     """Return the rows of chains released between two days, or on an unknown day."""
     day = rows.column("release")
-    begin, end = (None if each is None else (each - date(1970, 1, 1)).days for each in (first, last))
-    selected = (day == chains.UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))
+    begin, end = chains.days_since_epoch(first), chains.days_since_epoch(last)
+    selected = (day == chains.UNKNOWN_DAY) | ((day >= begin) & ((day <= end) | (last is None)))
     if not selected.all():
         logger.info("%s: %d of %d chains are left out for their day of release", rows.folder.name, (~selected).sum(), len(selected))
     return np.flatnonzero(selected)
@@ -130,8 +130,8 @@ class Chains(Samples):
 
     def sample(self, index: int, epoch: int) -> dict[str, Any]:
         row = self._row(index)
-        values = self.rows.read(row)
-        chain, alignment = parse_chain(values, self.rows.describe(row))
+        values = chains.unflatten(self.rows.read(row), self.rows.describe(row))
+        chain, alignment = parse_chain(values)
         # The features of a held-out chain are the same each time.
         number, epoch = (index, epoch) if self.training else (row, 0)
         seed, templates = self.seed, self._templates(values, row)
@@ -140,20 +140,16 @@ class Chains(Samples):
         return features
 
     def _templates(self, values: dict[str, Any], row: int) -> Templates | None:
-        count, rows, length = int(values["hits"]), self.templates, len(values["aatype"])
+        count, rows = int(values["hits"]), self.templates
         if rows is None or not count:
             return None
-        if len(values["hit_places"]) != count * length:
-            text = f"{len(values['hit_places'])} positions of {count} templates for {length} residues"
-            raise DataError(f"{self.rows.describe(row)}: {text}, expected {count * length}; convert it again by data_prep.openfold")
-        positions = values["hit_places"].reshape(count, length)
 
         def take(hits: np.ndarray) -> dict[str, np.ndarray]:
             at = values["hit_row"][hits]
             if at.min() < 0 or at.max() >= len(rows):
                 location = f"{self.rows.describe(row)}: rows {at.min()} to {at.max()} of {rows.folder}, which has {len(rows)}"
                 raise DataError(f"{location}; convert both again with data_prep.openfold")
-            return template_features([rows.read(int(k)) for k in at], positions[hits], values["hit_sum_probs"][hits])
+            return template_features([rows.read(int(k)) for k in at], values["hit_places"][hits], values["hit_sum_probs"][hits])
 
         return Templates(count, take)
 
@@ -166,18 +162,15 @@ class Chains(Samples):
         return {name: torch.from_numpy(array) for name, array in collate(samples).items()}
 
 
-def parse_chain(values: dict[str, Any], location: str) -> tuple[Chain, Alignment]:
-    """Parse the structure and the alignment of a chain. Raises DataError if the alignment has another length."""
+def parse_chain(values: dict[str, Any]) -> tuple[Chain, Alignment]:
+    """Return the structure and the alignment of a chain."""
     aatype, mask = values["aatype"].astype(np.int64), values["mask"].astype(np.float32)
-    depth, rest = divmod(len(values["msa"]), len(aatype))
-    if rest or not depth:
-        raise DataError(f"{location}: {len(values['msa'])} letters of an alignment for {len(aatype)} residues, expected a multiple")
     sequence = "".join((RESTYPES + "X")[kind] for kind in aatype)
     resolution = float(values["resolution"]) or None
     chain = Chain(
         values["name"].item().decode(), sequence, aatype, values["positions"], mask, np.zeros_like(mask), resolution, None, ""
     )
-    return chain, Alignment(*(values[name].reshape(depth, -1) for name in ("msa", "deletions")), [])
+    return chain, Alignment(values["msa"], values["deletions"], [])
 
 
 @dataclass(frozen=True)
