@@ -14,7 +14,8 @@ from hpcai.data.hdf5 import Selection
 from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs, training_statistics
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, spatial_cut, to_physical
+from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, to_physical
+from hpcai.parallel.spatial import SpatialPartition
 from hpcai.programs import command_of
 
 
@@ -67,7 +68,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlow
     """Yield loaders for training (None on ranks that only evaluate) and validation, and the settings of the model, completed from
     the data."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    cut = spatial_cut(mesh)
+    cut = SpatialPartition.from_mesh(mesh)
     shard = cut.local_slices((cfg.model.size,) * 3) if cut.axes else ()
     turn, kwargs, data = cfg.train.seed if cfg.data.turn else None, training_kwargs(train, cfg), cfg.data
     with open_loaders(

@@ -10,7 +10,8 @@ from hpcai.data.hdf5 import Selection
 from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs, training_statistics
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, spatial_cut
+from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig
+from hpcai.parallel.spatial import SpatialPartition
 from hpcai.programs import command_of
 
 
@@ -19,7 +20,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Deep
     """Yield loaders for training (None on ranks that only evaluate), validation and pictures, the settings of the model, completed
     from the data, and the size of the maps."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    kwargs, replicas, cut = training_kwargs(train, cfg), mesh["replicate"].size, spatial_cut(mesh)
+    kwargs, replicas, cut = training_kwargs(train, cfg), mesh["replicate"].size, SpatialPartition.from_mesh(mesh, 2)
     shard = cut.local_slices(train.shapes["mask"]) if cut.axes else ()
     few = Maps(validation, cfg.data.pictures, shard)
     with open_loaders(

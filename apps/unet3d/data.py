@@ -16,7 +16,8 @@ from hpcai.data.splits import Samples, make_loader, open_loaders, open_split, tr
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.kernels import philox
-from hpcai.models.unet3d import Batch, UNet3DConfig, plan_windows, spatial_cut
+from hpcai.models.unet3d import Batch, UNet3DConfig, plan_windows
+from hpcai.parallel.spatial import SpatialPartition
 from hpcai.programs import command_of
 
 FIELDS: dict[str, Any] = {
@@ -27,7 +28,7 @@ FIELDS: dict[str, Any] = {
 def build_loaders(cfg: Config, mesh: Mesh) -> AbstractContextManager[tuple[Any, Any, Any]]:
     """Open loaders for training (None on ranks that only evaluate), validation and pictures."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    cut = spatial_cut(mesh)
+    cut = SpatialPartition.from_mesh(mesh)
     crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.local_slices(cfg.model.window), cfg.data.repeat)
     kwargs, few = training_kwargs(train, cfg), Volumes(validation, cfg.data.pictures)
     return open_loaders(

@@ -5,7 +5,8 @@ from typing import Any
 from apps.unet3d.benchmarks import Benchmark
 from hpcai.cli.plan.training import Evaluation, PlannedTraining
 from hpcai.dist import Mesh
-from hpcai.models.unet3d import Batch, spatial_cut
+from hpcai.models.unet3d import Batch
+from hpcai.parallel.spatial import SpatialPartition
 
 _VOLUMES = 168
 
@@ -18,5 +19,5 @@ class Plan(PlannedTraining):
     evaluation = Evaluation(samples=42, every=20 * _VOLUMES, cost=1.8 * 8 / 42 * 71, start=1000 * _VOLUMES)
 
     def random_batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
-        batch, part = super().random_batch(cfg, mesh, count), spatial_cut(mesh).local_slices(cfg.model.window)
+        batch, part = super().random_batch(cfg, mesh, count), SpatialPartition.from_mesh(mesh).local_slices(cfg.model.window)
         return Batch(*(tensor[(slice(None), *part)] for tensor in batch))

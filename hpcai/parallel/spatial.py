@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.dist.collectives import all_reduce, sum_once
-from hpcai.dist.mesh import Axis
+from hpcai.dist.mesh import Axis, Mesh
 from hpcai.dynamo import disable_dynamo
 from hpcai.errors import MeshError
 from hpcai.kernels.triton_support import on_gpu
@@ -61,6 +61,11 @@ class SpatialPartition:
             available = " and ".join(names)
             raise MeshError(f"mesh.{unknown[0]} is {axes[unknown[0]].size}, but there is only {available} to shard; set it to 1")
         return cls({names.index(name) + 2: axis for name, axis in axes.items() if name in names}, **kwargs)
+
+    @classmethod
+    def from_mesh(cls, mesh: Mesh, dims: int = 3) -> "SpatialPartition":
+        """Return the partition of a volume, or a map, over the axes depth and height of ``mesh``."""
+        return cls.from_axes({name: mesh[name] for name in ("depth", "height")}, dims)
 
     def __deepcopy__(self, memo: dict) -> "SpatialPartition":
         """A copied model has its own state over the same ranks; its plans use its own communication channels."""

@@ -13,6 +13,7 @@ from torch import nn
 from hpcai.dist.mesh import Mesh
 from hpcai.models import cosmoflow
 from hpcai.parallel.data_parallel import sum_gradients_over
+from hpcai.parallel.spatial import SpatialPartition
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import evaluation
 from hpcai.train.loop import fit
@@ -110,7 +111,7 @@ def train_sharded_model(mesh: Mesh, settings: dict[str, Any]) -> tuple[Rows, lis
     cfg = cosmoflow.CosmoFlowConfig(size=16, filters=4, blocks=3, dropout=0.0)
     torch.manual_seed(0)
     step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(lr=1e-3), mesh)
-    axis, part = mesh["replicate"], cosmoflow.spatial_cut(mesh).local_slices((16, 16, 16))
+    axis, part = mesh["replicate"], SpatialPartition.from_mesh(mesh).local_slices((16, 16, 16))
 
     def universes(count: int, seed: int) -> list[cosmoflow.Batch]:
         generator = torch.Generator().manual_seed(seed)

@@ -10,6 +10,7 @@ import torch
 from hpcai.dist.launch import single_process
 from hpcai.dist.mesh import Mesh
 from hpcai.models import cosmoflow, deepcam, unet3d
+from hpcai.parallel.spatial import SpatialPartition
 from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.metrics import MetricSums
@@ -36,7 +37,7 @@ class Unet:
     def batch(self, step: int, mesh: Mesh, samples: slice) -> Any:
         image = torch.randn(SAMPLES, *self.cfg.window, generator=generator(step)).double()
         label = torch.randint(0, 3, image.shape, generator=generator(step), dtype=torch.uint8)
-        part = unet3d.spatial_cut(mesh).local_slices(self.cfg.window)
+        part = SpatialPartition.from_mesh(mesh).local_slices(self.cfg.window)
         return unet3d.Batch(image[(samples, *part)], label[(samples, *part)])
 
     def held_out(self, mesh: Mesh) -> Any:
@@ -57,7 +58,7 @@ class Cosmo:
     def batch(self, step: int, mesh: Mesh, samples: slice) -> Any:
         counts = torch.randint(0, 50, (SAMPLES, 16, 16, 16, 4), generator=generator(step), dtype=torch.int16)
         target = torch.rand(SAMPLES, 4, generator=generator(step))
-        return cosmoflow.Batch(counts[(samples, *cosmoflow.spatial_cut(mesh).local_slices((16, 16, 16)))], target[samples])
+        return cosmoflow.Batch(counts[(samples, *SpatialPartition.from_mesh(mesh).local_slices((16, 16, 16)))], target[samples])
 
     def score(self, model: Any, mesh: Mesh) -> Any:
         return cosmoflow.error(model, self.batch(99, mesh, slice(None)))
@@ -71,7 +72,7 @@ class Cam:
         return deepcam.parallelize(deepcam.DeepCam(self.cfg), mesh, mesh["replicate"].size, (96, 32))
 
     def batch(self, step: int, mesh: Mesh, samples: slice) -> Any:
-        part = deepcam.spatial_cut(mesh).local_slices((96, 32))
+        part = SpatialPartition.from_mesh(mesh, 2).local_slices((96, 32))
         fields = torch.rand(SAMPLES, 96, 32, 2, generator=generator(step))
         mask = torch.randint(0, 3, (SAMPLES, 96, 32), generator=generator(step), dtype=torch.uint8)
         return deepcam.Batch(fields[(samples, *part)].double(), mask[(samples, *part)])

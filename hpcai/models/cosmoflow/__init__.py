@@ -8,7 +8,7 @@ __getattr__, __all__ = attach(
         ".config": ["CosmoFlowConfig"],
         ".model": ["CosmoFlow", "log_density", "to_physical"],
         ".objective": ["Batch", "loss", "error", "pairs"],
-        ".parallel": ["parallelize", "spatial_cut"],
+        ".parallel": ["parallelize"],
         ".load": ["load_weights"],
     },
 )

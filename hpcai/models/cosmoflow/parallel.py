@@ -2,12 +2,7 @@
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.cosmoflow.model import CosmoFlow
-from hpcai.parallel.spatial import GatherFull, ReplicatedOnce, SpatialPartition, parallelize_spatial
-
-
-def spatial_cut(mesh: Mesh) -> SpatialPartition:
-    """Return how a cube is sharded over the ranks of a replica."""
-    return SpatialPartition.from_axes({"depth": mesh["depth"], "height": mesh["height"]}, 3)
+from hpcai.parallel.spatial import GatherFull, ReplicatedOnce, parallelize_spatial
 
 
 def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:

@@ -8,7 +8,7 @@ __getattr__, __all__ = attach(
         ".config": ["CLASSES", "STRIDE", "UNITS", "VARIABLES", "DeepCamConfig"],
         ".model": ["DeepCam"],
         ".objective": ["Batch", "loss", "score", "maps"],
-        ".parallel": ["parallelize", "spatial_cut"],
+        ".parallel": ["parallelize"],
         ".load": ["load_weights"],
     },
 )

@@ -6,12 +6,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.deepcam.model import DeepCam
 from hpcai.parallel.batchnorm import convert_sync_batchnorm
-from hpcai.parallel.spatial import GatherFull, SpatialPartition, SpatialSum, parallelize_spatial
-
-
-def spatial_cut(mesh: Mesh) -> SpatialPartition:
-    """Return how a map is sharded over the ranks of a replica."""
-    return SpatialPartition.from_axes({"height": mesh["height"]}, 2)
+from hpcai.parallel.spatial import GatherFull, SpatialSum, parallelize_spatial
 
 
 def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1, size: tuple[int, int] | None = None) -> DeepCam:

@@ -8,7 +8,7 @@ __getattr__, __all__ = attach(
         ".config": ["UNet3DConfig"],
         ".model": ["UNet3D"],
         ".objective": ["Batch", "loss", "score", "dice", "slices"],
-        ".parallel": ["parallelize", "spatial_cut"],
+        ".parallel": ["parallelize"],
         ".load": ["load_weights"],
         ".windows": ["SlidingWindow", "plan_windows"],
     },

@@ -12,11 +12,6 @@ from hpcai.parallel.batchnorm import AllReduce
 from hpcai.parallel.spatial import SpatialPartition, SpatialSum, parallelize_spatial
 
 
-def spatial_cut(mesh: Mesh) -> SpatialPartition:
-    """Return how a volume is sharded over the ranks of a replica."""
-    return SpatialPartition.from_axes({"depth": mesh["depth"], "height": mesh["height"]}, 3)
-
-
 def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
     """Shard the windows of training over ``depth`` and ``height``, in place, and return ``model``. In inference the ranks of
     ``window_group`` neighbouring replicas divide the unsharded windows of a volume; only sums are communicated.
