@@ -5,12 +5,11 @@
 
 A dim of S voxels is split at S*r/n, at every resolution of the network: the size of a level determines the range of each rank. A
 level with fewer than ``min_size`` voxels per rank is replicated. The losses of the ranks add up to the loss, so gradients are
-summed, at seams and for parameters. Results that n ranks compute from a replicated level count 1/n on each (``ReplicatedOnce``).
-The learning rate is unchanged. B batch, C channels, D H W the volume, n the size of an axis.
+summed, at seams and for parameters. Results that n ranks compute from a replicated level count 1/n on each
+(``hpcai.parallel.axial.ReplicatedOnce``). The learning rate is unchanged. B batch, C channels, D H W the volume, n the size of an axis.
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcai.dist.collectives import all_reduce, sum_once
+from hpcai.dist.collectives import all_reduce
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.dynamo import disable_dynamo
 from hpcai.errors import MeshError
@@ -543,14 +542,6 @@ class _PartitionSeam(nn.Module):
     def __init__(self, partition: SpatialPartition) -> None:
         super().__init__()
         self.partition = partition
-
-
-class ReplicatedOnce(_PartitionSeam):
-    """Scale gradients of replicated tensors by 1/n: the computation that follows counts once, though every rank repeats it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        count = math.prod(axis.size for axis in self.partition.axes.values())
-        return x if count == 1 or not self.partition.active else sum_once(x, count)
 
 
 class SpatialSum(_PartitionSeam):

@@ -11,7 +11,8 @@ from hpcai.dist.collectives import all_reduce_
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.nn import BatchNorm, Conv3d, InstanceNorm
-from hpcai.parallel.spatial import GatherFull, ReplicatedOnce, SpatialSum, parallelize_spatial, plan_size
+from hpcai.parallel.axial import ReplicatedOnce
+from hpcai.parallel.spatial import GatherFull, SpatialSum, parallelize_spatial, plan_size
 from tests.ranks.launch import on_ranks
 from tests.reference_data import load_json
 
@@ -187,7 +188,8 @@ def losses(mesh: Mesh) -> None:
     full = randomize(Regressor())
     model: Any = deepcopy(full)
     partition = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (16, 8, 4))
-    model.gather_volume, model.once, model.total = GatherFull(partition, (8, 4, 2)), ReplicatedOnce(partition), SpatialSum(partition)
+    model.gather_volume, model.total = GatherFull(partition, (8, 4, 2)), SpatialSum(partition)
+    model.once = ReplicatedOnce(mesh.model_parallel)
     x = torch.randn(2, 2, 16, 8, 4, generator=torch.Generator().manual_seed(5)).double()
     expected, actual = full.loss(x), model.loss(partition.take_shard(x))
     expected.backward()

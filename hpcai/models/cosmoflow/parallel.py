@@ -2,7 +2,8 @@
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.cosmoflow.model import CosmoFlow
-from hpcai.parallel.spatial import GatherFull, ReplicatedOnce, parallelize_spatial
+from hpcai.parallel.axial import ReplicatedOnce
+from hpcai.parallel.spatial import GatherFull, parallelize_spatial
 
 
 def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
@@ -10,5 +11,6 @@ def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
     mesh.check_axes("CosmoFlow", "replicate", "depth", "height")
     if mesh.model_parallel.size > 1:
         cut = parallelize_spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (model.cfg.size,) * 3)
-        model.gather_volume, model.replicated_output = GatherFull(cut, (model.cfg.edge,) * 3), ReplicatedOnce(cut)
+        model.gather_volume = GatherFull(cut, (model.cfg.edge,) * 3)
+        model.replicated_output = ReplicatedOnce(mesh.model_parallel)
     return model
