@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hpcai.errors import ConfigError
 from hpcai.kernels import triton_support
+from hpcai.kernels.triton_support import signed
 
 # Elements of a chunk for one thread. Smaller chunks would fit the L2 cache, but lose more by the 3 to 6 us of each operation of
 # torch than they gain (10 M weights: 14.6 ms at 32 Ki, 9.5 ms at 256 Ki, 26 ms unchunked; EPYC, one thread).
@@ -267,11 +268,11 @@ class _StochasticRounding:
     the upper 16 the second."""
 
     def __init__(self, seed: Tensor, like: Tensor) -> None:
-        z = seed + _signed(0x9E3779B97F4A7C15, 64)
+        z = seed + signed(0x9E3779B97F4A7C15, 64)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-            z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * _signed(factor, 64)
+            z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * signed(factor, 64)
         self._keys = z.to(torch.int32), (z >> 32).to(torch.int32)
-        self._ramp = torch.arange(like.numel(), dtype=torch.int32, device=like.device) * _signed(0x9E3779B1, 32)
+        self._ramp = torch.arange(like.numel(), dtype=torch.int32, device=like.device) * signed(0x9E3779B1, 32)
         self._scratch = torch.empty_like(self._ramp), torch.empty_like(self._ramp)
 
     def store(self, position: int, moments: list[Tensor], wide: list[Tensor]) -> None:
@@ -282,16 +283,12 @@ class _StochasticRounding:
         def upper(shift: int) -> Tensor:
             return torch.bitwise_right_shift(x, shift, out=y).bitwise_and_((1 << 32 - shift) - 1)
 
-        torch.add(self._ramp[: x.numel()], self._keys[0] + _signed(position * 0x9E3779B1, 32), out=x)
-        x.bitwise_xor_(upper(16)).add_(self._keys[1]).mul_(_signed(0x21F0AAAD, 32))
-        x.bitwise_xor_(upper(15)).mul_(_signed(0xD35A2D97, 32)).bitwise_xor_(upper(16))
+        torch.add(self._ramp[: x.numel()], self._keys[0] + signed(position * 0x9E3779B1, 32), out=x)
+        x.bitwise_xor_(upper(16)).add_(self._keys[1]).mul_(signed(0x21F0AAAD, 32))
+        x.bitwise_xor_(upper(15)).mul_(signed(0xD35A2D97, 32)).bitwise_xor_(upper(16))
         for k, (moment, value) in enumerate(zip(moments, wide)):
             if moment.dtype == torch.bfloat16:
                 noise = upper(16) if k else torch.bitwise_and(x, 0xFFFF, out=y)
                 value = value.float().nan_to_num_(torch.nan, torch.inf, -torch.inf)
                 value.view(torch.int32).add_(noise).bitwise_and_(~0xFFFF)
                 moment.copy_(value)
-
-
-def _signed(number: int, bits: int) -> int:
-    return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)

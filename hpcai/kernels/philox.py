@@ -62,13 +62,6 @@ def normal(key: int | Tensor, first: int | Tensor, count: int | None = None, *, 
     return _draw("normal", key, first, count, upper, device, dtype, out)
 
 
-def words(counter: Sequence[Tensor | int], key: int | Tensor) -> list[Tensor]:
-    """Return the four words of counters of four words each, as int64: the rounds alone, for other counters."""
-    some = next(c for c in counter if isinstance(c, Tensor))
-    rows = [torch.empty_like(some).copy_(c) if isinstance(c, Tensor) else torch.full_like(some, c) for c in counter]
-    return _words(rows, [torch.empty_like(some) for _ in range(2)], _halves(key))
-
-
 def _draw(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None, upper: int | Tensor,
            device: torch.device | str | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:  # fmt: skip
     if isinstance(first, int) and count is None:

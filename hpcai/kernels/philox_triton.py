@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hpcai.kernels.triton_support import signed
+
 BLOCK, WARPS = 256, 4
 
 
@@ -111,8 +113,8 @@ def run(kind: str, key: int | Tensor, first: int | Tensor, upper: int | Tensor, 
         if isinstance(first, int):
             assert isinstance(upper, int)
             programs = triton.cdiv(n + first % each, BLOCK * each)
-            arguments = (key, first, 0) if isinstance(key, Tensor) else (None, first, _signed(key))
-            draw[(programs,)](out, *arguments, _signed(upper), n, **kwargs)
+            arguments = (key, first, 0) if isinstance(key, Tensor) else (None, first, signed(key))
+            draw[(programs,)](out, *arguments, signed(upper), n, **kwargs)
             return
         count = out.shape[-1] if out.ndim > first.ndim else 1
         per = (count + each - 2) // each + 1
@@ -125,9 +127,5 @@ def run(kind: str, key: int | Tensor, first: int | Tensor, upper: int | Tensor, 
 def _rows(number: int | Tensor, first: Tensor) -> Tensor:
     """Return one value, or one for each index, on its device."""
     if isinstance(number, int):
-        return torch.full((1,), _signed(number), device=first.device)
+        return torch.full((1,), signed(number), device=first.device)
     return number.expand(first.shape).contiguous() if number.numel() > 1 else number.reshape(1)
-
-
-def _signed(number: int) -> int:
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
