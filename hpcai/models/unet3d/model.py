@@ -4,6 +4,7 @@ The network is that of MLPerf Training's KiTS19 benchmark; parameter names are t
 output channels, D H W the volume.
 """
 
+from collections import OrderedDict
 from itertools import pairwise
 from typing import Any
 
@@ -56,17 +57,6 @@ class UpBlock(nn.Module):
         return self.conv2(self.conv1(torch.cat((self.upsample_conv(x), skip), 1)))
 
 
-class Output(nn.Module):
-    """Maps [B, C, D, H, W] to logits [B, classes, D, H, W]."""
-
-    def __init__(self, inputs: int, classes: int) -> None:
-        super().__init__()
-        self.conv = Conv3d(inputs, classes, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)
-
-
 class UNet3D(PretrainedMixin):
     """Maps [B, C, D, H, W] normalised intensities to [B, classes, D, H, W] logits.
 
@@ -84,7 +74,7 @@ class UNet3D(PretrainedMixin):
         self.downsample = nn.ModuleList(DoubleConv(i, o, 2) for i, o in pairwise(widths))
         self.bottleneck = DoubleConv(widths[-1], widths[-1], 2)
         self.upsample = nn.ModuleList(UpBlock(i, o) for i, o in pairwise((widths[-1], *reversed(widths))))
-        self.output = Output(widths[0], len(cfg.classes))
+        self.output: Any = nn.Sequential(OrderedDict(conv=Conv3d(widths[0], len(cfg.classes), 1)))  # [B, classes, D, H, W]
         self.spatial_sum: nn.Module = nn.Identity()  # seam: all-reduce of sums over a sharded volume
         self.check_divisible: nn.Module = DivisibleShape(cfg.stride, "voxels")
         self.sliding_window = SlidingWindow(cfg.window, cfg.overlap)
