@@ -264,21 +264,19 @@ def _shard_ranges(tensor: Tensor) -> tuple[tuple[int, ...], Any]:
     return (tuple(tensor.shape), [((0, n),) for n in tensor.shape]) if spec is None else (tuple(spec.global_shape), spec.ranges)
 
 
-def read_on_materialize(
-    model: nn.Module, source: str | Path | Mapping[str, Lazy], file_key: Callable[[str], str] = str, where: str | Path | None = None
-) -> None:
+def read_on_materialize(model: nn.Module, source: str | Path | Mapping[str, Lazy], where: str | Path | None = None) -> None:
     """Let ``materialize`` read the meta parameters from safetensors files, each the shard of this rank. Parameters and buffers with
     memory are read now.
 
     ``source``: A file, a folder with ``model.safetensors.index.json``, or the tensors of ``where`` by name; it may hold more
-    tensors. ``file_key`` maps a name in the model to that in the files; of a tensor with several names one is enough. Raises
-    CheckpointError for tensors that are missing or of another size, before anything is read.
+    tensors, and of a tensor with several names one is enough. Raises CheckpointError for tensors that are missing or of another
+    size, before anything is read.
     """
     where = where or str(source)
     stored: Mapping[str, Lazy] = source if isinstance(source, Mapping) else open_tensors(Path(source))
     errors, names, matches = list[str](), dict[Tensor, list[str]](), dict[Tensor, Lazy]()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(tensor, []).append(file_key(name))
+        names.setdefault(tensor, []).append(name)
     for tensor, keys in names.items():
         key, size = next((key for key in keys if key in stored), None), _shard_ranges(tensor)[0]
         if key is None or stored[key].size != size:
