@@ -302,8 +302,6 @@ class Reader(AbstractContextManager["Reader"]):
             while done < need:
                 try:
                     count = self._preadv(file.descriptor, [view[done:]], offset + done)
-                except InterruptedError:
-                    continue
                 except OSError as error:
                     if error.errno == errno.EINVAL and file.direct and self.mode == "auto":
                         _log_without_direct(file.path, file.device, error)
