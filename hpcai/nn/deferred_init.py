@@ -14,7 +14,7 @@ keeps them until it is materialized; ``torch.empty`` takes no memory for them.
 
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
