@@ -18,7 +18,7 @@ Raises ConfigError if shape or dtype of ``out`` do not fit, or a count is missin
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch

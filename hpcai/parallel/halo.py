@@ -279,7 +279,8 @@ class ConvArgs:
 
 class HaloConvolution(UntransformedFunction):
     """A convolution of a sharded volume. ``plans``, at least one, exchange the halos that this rank's output needs, the first dim
-    last; with ``overlap`` the interior, which needs no halo of it, is convolved meanwhile. ``x`` and the received slices are saved."""
+    last; with ``overlap`` the interior, which needs no halo of it, is convolved meanwhile. ``x`` and the received slices are
+    saved."""
 
     @staticmethod
     def forward(

@@ -6,7 +6,8 @@
 A dim of S voxels is split at S*r/n, at every resolution of the network: the size of a level determines the range of each rank. A
 level with fewer than ``min_size`` voxels per rank is replicated. The losses of the ranks add up to the loss, so gradients are
 summed, at seams and for parameters. Results that n ranks compute from a replicated level count 1/n on each
-(``hpcai.parallel.axial.ReplicatedOnce``). The learning rate is unchanged. B batch, C channels, D H W the volume, n the size of an axis.
+(``hpcai.parallel.axial.ReplicatedOnce``). The learning rate is unchanged. B batch, C channels, D H W the volume, n the size of an
+axis.
 """
 
 import copy
