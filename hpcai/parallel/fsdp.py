@@ -50,8 +50,6 @@ class _ShardedBucket(Bucket):
         self.work = ReduceScatter(self.gradient_shard, self.gradients, self.shard_axis)
 
     def wait(self) -> None:
-        if self.work is None:
-            raise RuntimeError("a gradient bucket was waited for before its reduce-scatter was started")
         self.work.wait()
         self.work = None
         for axis in self.axes:
