@@ -66,7 +66,7 @@ def max_documents(tokens: int) -> int:
 
 
 def _per_document(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-    starts = _document_starts(documents).flatten().nonzero()[:, 0]
+    starts = document_starts(documents).flatten().nonzero()[:, 0]
     lengths = torch.diff(starts, append=torch.full((1,), documents.numel())).tolist()
     sequences = zip(*(_flatten_batch(x)[None].transpose(1, 2).split(lengths, 2) for x in (q, k, v)))
     outs = [grouped_query_attention(q_i, k_i, v_i, causal=True).transpose(1, 2) for q_i, k_i, v_i in sequences]
@@ -100,7 +100,7 @@ def _flatten_batch(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _document_starts(documents: Tensor) -> Tensor:
+def document_starts(documents: Tensor) -> Tensor:
     """Whether each token is the first of its document.   [B, T]"""
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -109,7 +109,7 @@ def _document_starts(documents: Tensor) -> Tensor:
 
 def _cu_seqlens(documents: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the cumulative lengths of ``count`` documents, the last of them empty, [count + 1] int32; and whether all fit."""
-    starts = _document_starts(documents).flatten()
+    starts = document_starts(documents).flatten()
     number = starts.cumsum(0) - starts.long()  # of the document that starts here
     padded = torch.full((count + 2,), len(starts), dtype=torch.int32, device=documents.device)
     token = torch.arange(len(starts), dtype=torch.int32, device=documents.device)

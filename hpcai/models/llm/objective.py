@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpcai.kernels.varlen_attention import document_starts
 from hpcai.nn.lm_head import IGNORE_INDEX
 from hpcai.nn.moe import Router
 
@@ -102,6 +103,4 @@ def _entropy(model: Any, batch: Batch, further: Any = ()) -> tuple[tuple[Tensor,
 def document_positions(documents: Tensor) -> Tensor:
     """Return the position of each token within its document.   [B, T] -> [B, T]"""
     positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return positions - positions.where(starts, 0).cummax(1).values
+    return positions - positions.where(document_starts(documents), 0).cummax(1).values
