@@ -194,14 +194,13 @@ def record_names(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device | str, seed: int | None = None, *,
-                dtype: torch.dtype | None = None) -> nn.Module:  # fmt: skip
+def materialize(model: nn.Module, device: torch.device | str, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Allocate and initialise the meta parameters of ``model`` on ``device``, each the shard of its ``shard_spec``, if any.
 
     Parameters that modules share stay shared, and attributes stay. Everything else is moved as by ``.to``. A method
-    ``post_materialize`` of a module is called as soon as its own parameters are materialized, and may replace them. ``seed``
-    overrides that of ``deferred``; all floating-point tensors are cast to ``dtype``. Raises ConfigError for a meta tensor without
-    a trace, CheckpointError for a file that cannot be read.
+    ``post_materialize`` of a module is called as soon as its own parameters are materialized, and may replace them. All
+    floating-point tensors are cast to ``dtype``. Raises ConfigError for a meta tensor without a trace, CheckpointError for a file
+    that cannot be read.
     """
     active, _active[:] = _active[:], []  # also inside of deferred
     try:
@@ -211,7 +210,7 @@ def materialize(model: nn.Module, device: torch.device | str, seed: int | None =
             own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None and parameter.is_meta}
             for name, parameter in own.items():
                 if parameter not in real:
-                    real[parameter] = _materialize_parameter(parameter, f"{path}.{name}".lstrip("."), torch.device(device), seed)
+                    real[parameter] = _materialize_parameter(parameter, f"{path}.{name}".lstrip("."), torch.device(device))
                 module._parameters[name] = real[parameter]
             if own and (hook := getattr(module, "post_materialize", None)) is not None:
                 hook()
@@ -239,7 +238,7 @@ def keep_attributes(model: nn.Module) -> Iterator[None]:
         vars(buffers[name]).update(attributes)
 
 
-def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.device, seed: int | None) -> nn.Parameter:
+def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.device) -> nn.Parameter:
     trace: InitTrace | None = getattr(parameter, "init_trace", None)
     size, ranges = _shard_ranges(parameter)
     if trace is None:
@@ -251,7 +250,7 @@ def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.dev
             f"parameter {name} was {list(trace.size)}, and is {list(parameter.shape)} of {list(size)}; use parallel.sharding"
         )
     local = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-    trace.write(local, ranges, seed)
+    trace.write(local, ranges)
     materialized = nn.Parameter(local, parameter.requires_grad)
     materialized.__dict__.update({key: value for key, value in parameter.__dict__.items() if key != "init_trace"})
     del vars(parameter)["init_trace"]  # its base may have memory
@@ -291,4 +290,4 @@ def read_on_materialize(model: nn.Module, source: str | Path | Mapping[str, Lazy
         if tensor.device.type == "meta":  # not ``is_meta``, which is False inside of deferred
             tensor.init_trace = trace  # type: ignore[attr-defined]
         else:
-            trace.write(tensor.detach(), _shard_ranges(tensor)[1], None)
+            trace.write(tensor.detach(), _shard_ranges(tensor)[1])

@@ -38,11 +38,11 @@ class InitTrace:
     name: str | None = None
     version: int | None = None  # of the parameter at the end of the recording
 
-    def write(self, local: Tensor, ranges: Sequence[Sequence[tuple[int, int]]], seed: int | None) -> None:
+    def write(self, local: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Write the shard ``local``, which holds these index ranges of each dim of the full tensor, concatenated."""
         base, ops = self.base, self.ops
         if not all(op.is_elementwise for op in ops):
-            base, ops = self._full(seed), []
+            base, ops = self._full(), []
         for local_box, full_box in _chunks(ranges, local):
             x = local[local_box]
             if ops:
@@ -52,18 +52,18 @@ class InitTrace:
             starts = _row_starts(full_box, self.size, x) if ops else torch.empty(0)
             for op in ops:
                 x = x.to(_compute_dtype(op.dtype))
-                op.apply(x, starts, seed)
+                op.apply(x, starts)
             if ops:
                 local[local_box] = x
 
-    def _full(self, seed: int | None) -> Tensor:
+    def _full(self) -> Tensor:
         """Return the full tensor, by replaying all operations."""
         x = torch.empty(self.size, dtype=self.ops[0].dtype)
         if self.base is not None:
             x.copy_(self.base[tuple(slice(0, n) for n in self.size)])
         for op in self.ops:
             x = torch.empty_strided(self.size, op.strides, dtype=op.dtype).copy_(x)
-            op.apply(x if op.view is None else x.as_strided(*op.view), torch.zeros(1, dtype=torch.int64), seed)
+            op.apply(x if op.view is None else x.as_strided(*op.view), torch.zeros(1, dtype=torch.int64))
         return x
 
 
@@ -98,7 +98,7 @@ class InitOp:
         pointwise = self.name in (*RANDOM_OPS, *FILL_OPS) or (torch.Tag.pointwise in self.func.tags and not self.is_random)
         return self.view is None and scalars and pointwise
 
-    def apply(self, x: Tensor, starts: Tensor, seed: int | None) -> None:
+    def apply(self, x: Tensor, starts: Tensor) -> None:
         """Apply it to ``x``, whose rows of equal length start at the indices ``starts`` [r] of the flat full tensor."""
         if self.is_random and self.name in RANDOM_OPS:
             draw, shape = RANDOM_OPS[self.name]
@@ -106,21 +106,21 @@ class InitOp:
             arguments |= dict(zip(arguments, self.args)) | self.kwargs
             out = torch.empty(x.shape, dtype=_compute_dtype(x.dtype), device=x.device)
             if len(starts) == 1:
-                draw(self._key(seed), int(starts), x.numel(), out=out.view(-1))
+                draw(self._key(), int(starts), x.numel(), out=out.view(-1))
             elif x.numel():
-                draw(self._key(seed), starts, x.numel() // len(starts), out=out.view(len(starts), -1))
+                draw(self._key(), starts, x.numel() // len(starts), out=out.view(len(starts), -1))
             x.copy_(shape(out, arguments))
             return
         with torch.random.fork_rng(devices=[]) if self.is_random else nullcontext():
             if self.is_random:
-                torch.default_generator.manual_seed(self._key(seed))
+                torch.default_generator.manual_seed(self._key())
             args, kwargs = tree_map(lambda a: x if a is ... else a, (self.args, self.kwargs))
             self.func(*args, **kwargs)
 
-    def _key(self, seed: int | None) -> int:
+    def _key(self) -> int:
         if self.trace.name is None:
             raise ConfigError(f"{self.name}: its elements were copied from a parameter that is not in the model; keep that one")
-        text = f"{self.trace.seed if seed is None else seed} {self.trace.name} {self.draw}"
+        text = f"{self.trace.seed} {self.trace.name} {self.draw}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1  # seeds of torch have a sign
 
 

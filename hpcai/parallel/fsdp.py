@@ -193,7 +193,7 @@ class FSDP:
         for name, p in model.named_parameters():
             if name in traces:
                 first, *rest = self._specs[name].ranges
-                traces[name].write(_local(p), (subrange(first, *self._local_range(p)), *rest), None)
+                traces[name].write(_local(p), (subrange(first, *self._local_range(p)), *rest))
         self.flat_parameters = [self._flat_parameter(name, p, name in decays) for name, p in self._trainable.items()]
 
     def _local_range(self, parameter: Tensor) -> tuple[int, int]:
