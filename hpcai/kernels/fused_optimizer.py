@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hpcai.errors import ConfigError
 from hpcai.kernels import triton_support
-from hpcai.kernels.philox import signed
+from hpcai.kernels.triton_support import signed
 
 # Elements of a chunk for one thread. Smaller chunks would fit the L2 cache, but lose more by the 3 to 6 us of each operation of
 # torch than they gain (10 M weights: 14.6 ms at 32 Ki, 9.5 ms at 256 Ki, 26 ms unchunked; EPYC, one thread).

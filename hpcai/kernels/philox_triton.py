@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcai.kernels.philox import signed
+from hpcai.kernels.triton_support import signed
 
 BLOCK, WARPS = 256, 4
 

@@ -49,6 +49,11 @@ def needs_plain_ops() -> bool:
     return torch.compiler.is_compiling() or is_transformed()
 
 
+def signed(number: int, bits: int = 64) -> int:
+    """Return the signed integer with the lower ``bits`` of a number."""
+    return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
+
+
 def on_gpu(x: Any) -> bool:
     return bool(x.is_cuda or PLANNED)
 

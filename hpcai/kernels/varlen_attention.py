@@ -9,7 +9,6 @@ B rows, H heads, T queries, which are the last of S keys, D channels of a head.
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
@@ -21,7 +20,6 @@ from hpcai.kernels.grouped_query_attention import grouped_query_attention
 
 _MIN_DOCUMENTS, _TOKENS_PER_DOCUMENT = 256, 64  # the most documents of a row on a GPU: 256, or one for every 64 tokens
 _HEAD_DIMS = range(8, 257, 8)  # of FlashAttention
-_HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, window: int | None = None) -> Tensor:
@@ -50,7 +48,7 @@ def supports_window(q: Tensor, k: Tensor) -> bool:
 
 def _supports_packed(q: Tensor) -> bool:
     is_narrow = q.dtype in (torch.bfloat16, torch.float16)
-    return triton_support.on_gpu(q) and is_narrow and q.shape[3] in _HEAD_DIMS and _HAS_VARLEN
+    return triton_support.on_gpu(q) and is_narrow and q.shape[3] in _HEAD_DIMS
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:

@@ -194,13 +194,9 @@ def test_a_patch_that_is_round_or_dry_or_not_above_background_is_no_river(half_w
         fields[..., list(VARIABLES).index(name)] = np.where(patch, inside, outside)
     mask = detection.detect(REGION, fields)
     assert ((mask == 2) == (patch & bool(count))).all()
-
-
-def test_the_length_of_a_river_is_along_its_main_axis():
-    r, east, north = polar_coordinates(REGION, np.arange(96), np.arange(144), 38, 36)
-    cells = np.nonzero(np.hypot(r * (east + north) / 1.2e6, r * (east - north) / 4e5) < np.sqrt(2))
-    area = np.cos(REGION.phi[cells[0], 0])
-    assert detection._length(REGION, cells, area) == pytest.approx(2.4e6, rel=0.05)
+    if count:
+        cells = np.nonzero(patch)
+        assert detection._length(REGION, cells, np.cos(REGION.phi[cells[0], 0])) == pytest.approx(2.4e6, rel=0.05)
 
 
 def test_without_scipy_the_extra_is_named(monkeypatch):

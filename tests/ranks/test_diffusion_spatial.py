@@ -206,7 +206,7 @@ LARGE = UNetConfig(
 
 def saved_and_sent_bytes(mesh: Mesh) -> tuple[int, int]:
     """Return the bytes of saved tensors of a rank, and the bytes that it sends."""
-    size, saved, sent, start = (32, 16, 16), dict[int, int](), list[int](), torch_dist.batch_isend_irecv
+    size, saved, start = (32, 16, 16), dict[int, int](), torch_dist.batch_isend_irecv
     model = diffusion.parallelize(UNet(LARGE), mesh, size)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -216,13 +216,10 @@ def saved_and_sent_bytes(mesh: Mesh) -> tuple[int, int]:
             saved[storage.data_ptr()] = storage.nbytes()
         return x
 
-    def exchange(ops: Any) -> Any:
-        sent.extend(op.tensor.nbytes for op in ops if op.op is torch_dist.isend)
-        return start(ops)
-
-    condition = Condition(field=torch.zeros(1, 1, 8, 4, 4))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), mock.patch.object(torch_dist, "batch_isend_irecv", exchange):
+    condition, exchange = Condition(field=torch.zeros(1, 1, 8, 4, 4)), mock.patch.object(torch_dist, start.__name__, wraps=start)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), exchange as calls:
         model(model.grid.shard(torch.zeros(1, 2, *size)), torch.zeros(1), condition).sum().backward()
+    sent = (op.tensor.nbytes for call in calls.call_args_list for op in call.args[0] if op.op is torch_dist.isend)
     return sum(saved.values()), sum(sent)
 
 

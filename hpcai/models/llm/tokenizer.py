@@ -287,23 +287,22 @@ class Tokenizer:
 
     def _segments(self, text: str, literal: set[int]) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
         """Yield start, ids and offsets of segments of a text. Special tokens are parsed, except those at offsets ``literal``."""
+
+        def encode(begin: int, end: int, special: bool = False) -> tuple[int, list[int], list[tuple[int, int]]]:
+            encoding = _call_library(lambda: self._backend(special).encode(text[begin:end], add_special_tokens=False), self.where)
+            return begin, encoding.ids, encoding.offsets
+
         if not literal:
-            encoding = _call_library(lambda: self._backend(True).encode(text, add_special_tokens=False), self.where)
-            yield 0, encoding.ids, encoding.offsets
+            yield encode(0, len(text), special=True)
             return
         at = 0
-
-        def plain(begin: int, end: int) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
-            encoding = _call_library(lambda: self._backend().encode(text[begin:end], add_special_tokens=False), self.where)
-            yield begin, encoding.ids, encoding.offsets
-
         for match in self._pattern.finditer(text):
             group = match.lastindex or 0
             if match.start(group) not in literal:
-                yield from plain(at, match.start())
+                yield encode(at, match.start())
                 yield match.start(), [self.token_id(match[group])], [(0, match.end() - match.start())]
                 at = match.end()
-        yield from plain(at, len(text))
+        yield encode(at, len(text))
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
