@@ -99,7 +99,7 @@ lint: $(VENV)/.tested
 	@$(BIN)/lint-imports --no-cache | tail -n 9
 
 PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -q
-EVERY  = -n 2 --dist worksteal -m "not timing and not claim and not originals and not fuzz"
+EVERY  = -n 3 --dist worksteal -m "not timing and not claim and not originals and not fuzz"
 
 test: lint
 	@echo "== tests"

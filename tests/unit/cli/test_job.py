@@ -125,7 +125,8 @@ def run_script(text: str, tmp_path: Path, *args: str, **environ: str) -> list[li
     binds.write_text("")
     for name in ("srun", "mpiexec", "scontrol", "qsub", "apptainer", "sbcast"):
         end = 'case "$*" in *" apps."*|*"hpcai.cli run"*) exit "${CODE:-0}" ;; esac' if name in ("srun", "mpiexec") else ""
-        (stubs / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> {log}; echo >> {log}\necho "${{APPTAINER_BIND:-}}" >> {binds}\n{end}\n')
+        record = f'printf "%s\\0" {name} "$@" >> {log}; echo >> {log}; echo "${{APPTAINER_BIND:-}}" >> {binds}'
+        (stubs / name).write_text(f"#!/bin/bash\n{record}\n{end}\n")
         (stubs / name).chmod(0o755)
     (tmp_path / "job").write_text(text)
     env = {"PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **environ}

@@ -16,7 +16,7 @@ from hpcai.errors import ConfigError
 from hpcai.plan.machines import find_machine as machine
 from tests.reference_data import load_json
 
-TINY = [*Benchmark().tiny, "model.template=null", "model.structure.passes=1", "features.templates=0", "features.recycles=0"]
+TINY = [*Benchmark().tiny, "model.template=null", "features.templates=0", "features.recycles=0"]
 EXPERTS = "{count: 4, top_k: 2, inner: 64, dense_layers: [0]}"
 PLANNED = ["cosmoflow", "deepcam", "llm", "openfold", "unet3d"]
 
