@@ -47,7 +47,7 @@ def several(text: str, metavar: str, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Choice(command.Settings):
-    """What is taken from the files."""
+    """Variables and levels of the files, names of dims that are sides, missing cells; empty: all, and by names."""
 
     variables: tuple[str, ...] = several("variables; default: all that have the sides", "NAME")
     levels: tuple[float, ...] = several("levels of variables that have some; default: all", "LEVEL", type=float)
@@ -144,11 +144,11 @@ class Source:
         fields = dict[str, Array]()
         for name in self.choice.static:
             is_file = Path(name).exists()
-            found = self._static_variables(file := list_files(Path(name))[0] if is_file else self.files[0])
-            if not found or not (is_file or name in found):
-                over, has = " and ".join(self._side_names), ", ".join(found) or "none"
+            variables = self._static_variables(file := list_files(Path(name))[0] if is_file else self.files[0])
+            if not variables or not (is_file or name in variables):
+                over, has = " and ".join(self._side_names), ", ".join(variables) or "none"
                 raise ConfigError(f"--static {name}: {file} has no such variable over {over} alone; it has {has}")
-            fields |= found if is_file else {name: found[name]}
+            fields |= variables if is_file else {name: variables[name]}
         for name, values in fields.items():
             _fill_missing(values, dict(self.choice.fill).get(name), f"{self.path}: {name}", name)
         return fields
