@@ -74,7 +74,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]
     ),
     "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "does not exist")),
     "a pickle": (lambda folder: (folder / FILE).rename(folder / "diffusion_pytorch_model.fp16.bin"), CheckpointError,
-                 ("model.fp16.bin: a pickle", "diffusers.UNet2DConditionModel.from_pretrained(", "variant='fp16')")),
+                 ("model.fp16.bin: a pickle", "diffusers.AutoModel.from_pretrained(", "variant='fp16')")),
 }  # fmt: skip
 
 
