@@ -13,21 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.models.diffusion import (
-    VAE,
-    Condition,
-    Diffusion,
-    DiffusionConfig,
-    UNet,
-    UNetConfig,
-    VAEConfig,
-    load_deferred,
-    load_network,
-    read_folder,
-    save_folder,
-)
-from hpcai.models.diffusion.config import DiTConfig
-from hpcai.models.diffusion.load import from_config
+from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network, read_folder, save_folder
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig
+from hpcai.models.diffusion.load import from_config, load_deferred
+from hpcai.models.diffusion.model import Diffusion
 from tests.reference_data import DATA, load_arrays, load_json
 
 HOME = DATA / "diffusion" / "broken"
