@@ -15,9 +15,8 @@ import io
 import math
 import os
 import tarfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -122,22 +121,17 @@ def list_samples(shard: Shard, skip_bad: bool = False) -> dict[str, Any]:
     the shard is then "refused"."""
     entries, skipped = list[Entry](), store.Skipped(skip_bad)
     with skipped.catch(shard.path):
-        entries = _list_entries(shard)
+        if shard.kind == "tar":
+            entries = list(_tar_entries(shard.path))
+        elif shard.kind == "table":
+            batches = _read_batches(shard.path, ("__key__",))
+            entries = [{"name": name, "row": row, "caption": False}
+                       for begin, batch in batches for row, name in enumerate(batch.column(0).to_pylist(), begin)]  # fmt: skip
+        else:
+            entries = [{"name": name, "caption": (shard.path / name).with_suffix(".txt").is_file()} for name in shard.names]
+        if not entries:
+            raise DataError(f"{shard.path}: holds no sample; leave it out")
     return {"entries": entries, "refused": list(skipped)}
-
-
-def _list_entries(shard: Shard) -> list[Entry]:
-    if shard.kind == "tar":
-        entries = list(_tar_entries(shard.path))
-    elif shard.kind == "table":
-        batches = _read_batches(shard.path, ("__key__",))
-        entries = [{"name": name, "row": row, "caption": False}
-                   for begin, batch in batches for row, name in enumerate(batch.column(0).to_pylist(), begin)]  # fmt: skip
-    else:
-        entries = [{"name": name, "caption": (shard.path / name).with_suffix(".txt").is_file()} for name in shard.names]
-    if not entries:
-        raise DataError(f"{shard.path}: holds no sample; leave it out")
-    return entries
 
 
 def read_entries(path: Path, numbers: Sequence[int]) -> list[Entry]:
@@ -176,37 +170,27 @@ def _tar_entries(path: Path) -> Iterator[Entry]:
 
 
 def read_samples(shard: Shard, entries: Sequence[Entry], skipped: store.Skipped) -> Iterator[Sample]:
-    """Yield the samples of some entries of a shard but those that cannot be read, which are ``skipped``."""
-    for name, read in _readers(shard, entries):
-        with skipped.catch(name):
-            yield read()
-
-
-def _readers(shard: Shard, entries: Sequence[Entry]) -> Iterator[tuple[str, Callable[[], Sample]]]:
-    """Yield the name of each sample, and a function that reads it."""
+    """Yield the samples of some entries of a shard, but those that cannot be read, which are ``skipped``."""
     if shard.kind == "table":
         rows, at = [entry["row"] for entry in entries], 0
         for begin, batch in _read_batches(shard.path, ("__key__", *COLUMNS, "timestep")):
             while at < len(rows) and rows[at] < begin + batch.num_rows:
                 row = {name: batch.column(name)[rows[at] - begin].as_py() for name in batch.schema.names}
-                name = f"{shard.path}: {row['__key__']}"
-                yield name, partial(_table_sample, name, row)
-                at += 1
+                at, name = at + 1, f"{shard.path}: {row['__key__']}"
+                with skipped.catch(name):
+                    yield Sample(name, level=row.get("timestep"), **_decode_flux(name, row))
             if at == len(rows):
                 return
     elif shard.kind == "tar":
         with shard.path.open("rb") as file:
             for entry in entries:
-                name = f"{shard.path}: {entry['name']}"
-                yield name, partial(_tar_sample, file, name, entry["members"])
+                with skipped.catch(f"{shard.path}: {entry['name']}"):
+                    yield _tar_sample(file, shard.path, entry)
     else:
         for entry in entries:
-            yield str(path := shard.path / entry["name"]), partial(_file_sample, path, entry["caption"])
-
-
-def _file_sample(path: Path, captioned: bool) -> Sample:
-    caption = _decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if captioned else None
-    return Sample(str(path), caption, **_image_or_moments(_read_bytes(path), path.suffix[1:].lower(), str(path)))
+            with skipped.catch(path := shard.path / entry["name"]):
+                caption = _decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
+                yield Sample(str(path), caption, **_image_or_moments(_read_bytes(path), path.suffix[1:].lower(), str(path)))
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -223,7 +207,9 @@ def _decode_text(data: bytes, where: str) -> str:
         raise DataError(f"{where}: byte 0x{data[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8)") from None
 
 
-def _tar_sample(file: IO[bytes], name: str, members: Mapping[str, Sequence[int]]) -> Sample:
+def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
+    name, members = f"{path}: {entry['name']}", entry["members"]
+
     def data(ending: str) -> bytes:
         offset, size = members[ending]
         file.seek(offset)
@@ -264,9 +250,9 @@ def _load_npy(data: bytes, where: str) -> Array:
     return np.frombuffer(data, dtype, offset=offset).reshape(shape, order="F" if fortran else "C").copy()
 
 
-def _table_sample(name: str, row: Mapping[str, Any]) -> Sample:
-    """Return a sample of MLPerf's Flux.1."""
-    arrays: dict[str, Any] = {}
+def _decode_flux(name: str, row: Mapping[str, bytes | None]) -> dict[str, Any]:
+    """Return the arrays of a sample of MLPerf's Flux.1."""
+    arrays = {}
     for column, part in COLUMNS.items():
         if column in row:
             if (data := row[column]) is None:
@@ -276,7 +262,7 @@ def _table_sample(name: str, row: Mapping[str, Any]) -> Sample:
     if mean.shape != logvar.shape or mean.ndim != 3:
         shapes = f"{list(mean.shape)} and {list(logvar.shape)}"
         raise DataError(f"{name}: mean and logvar are {shapes}, expected the same [L, h, w]; {REMEDY}")
-    return Sample(name, level=row.get("timestep"), moments=np.concatenate((mean, logvar)), **arrays)
+    return {"moments": np.concatenate((mean, logvar)), **arrays}
 
 
 def bfloat16_to_float32(values: Array, where: str) -> Array:

@@ -102,14 +102,9 @@ def identity(folder: Path) -> str:
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder, in order."""
-    path = _weights(folder)
-    return sorted({folder / name for name in read_weight_map(path).values()}) if path.suffix == ".json" else [path]
-
-
-def _weights(folder: Path) -> Path:
     for name in ("diffusion_pytorch_model", "safetensors"), ("model", "safetensors"), ("pytorch_model", "bin"):
         if (path := find_weights(folder, *name)) is not None:
-            return path
+            return sorted({folder / file for file in read_weight_map(path).values()}) if path.suffix == ".json" else [path]
     raise ConfigError(f"{folder}: holds no weights (model.safetensors); fetch or save the folder again")
 
 
@@ -119,7 +114,7 @@ def load_pretrained(folder: Path, tokenizer: Path, name: str, purpose: str, **kw
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     transformers = import_optional("transformers", f"{purpose} by {folder} needs", "latents")
     transformers.logging.set_verbosity_error()              # it lists all unused weights of CLIP
-    kwargs["variant"] = next((part for part in ("fp16", "bf16") if f".{part}." in _weights(folder).name), None)
+    kwargs["variant"] = next((part for part in ("fp16", "bf16") if f".{part}" in _weight_files(folder)[0].name), None)
     with parse_errors(folder, "save it again", f"cannot be read as a {name} with its tokenizer {tokenizer}"):
         words = transformers.AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
         cls = getattr(transformers, name)

@@ -177,8 +177,8 @@ def first_sample(shards: Sequence[ListedShard], skip_bad: bool) -> Sample:
     for shard in shards:
         for sample in captioned.read_samples(shard.shard, captioned.read_entries(shard.path, range(shard.rows)), skipped):
             return sample
-    refused = [*chain.from_iterable(shard.refused for shard in shards), *skipped]
-    raise DataError(f"{shards[0].shard.path}: no item can be used: {store.count_by_reason(refused)}")
+        skipped += shard.refused
+    raise DataError(f"{shards[0].shard.path}: no item can be used: {store.count_by_reason(skipped)}")
 
 
 def validation_mask(total: int, share: float, seed: int) -> Array:

@@ -143,8 +143,7 @@ def open_tensors(source: Path) -> dict[str, LazyTensor]:
 
 
 def find_weights(folder: Path, stem: str, ending: str = "safetensors") -> Path | None:
-    """Return the index of the weights in a folder, or their file, such as model.safetensors or its variant of half precision, or
-    None."""
+    """Return the index of the weights in a folder, or their file, or those of half precision, or None."""
     names = ((f"{stem}.{ending}.index{part}.json", f"{stem}{part}.{ending}") for part in ("", ".fp16", ".bf16"))
     return next((folder / name for pair in names for name in pair if (folder / name).exists()), None)
 
@@ -188,9 +187,7 @@ def write_tensors(path: Path, tensors: Callable[[], Iterable[tuple[str, Tensor]]
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def save_sharded(
-    tensors: Mapping[str, Tensor], folder: Path, name: str, max_bytes: int, metadata: Mapping[str, str] = {}
-) -> None:  # fmt: skip
+def save_sharded(tensors: Mapping[str, Tensor], folder: Path, name: str, max_bytes: int, metadata: Mapping[str, str] = {}) -> None:
     """Save tensors as safetensors files of at most ``max_bytes`` in ``folder``, as Hugging Face's libraries do: one called ``name``
     (model.safetensors), or several numbered ones with an index. Each is renamed to its name when it is complete."""
     from safetensors.torch import save_file

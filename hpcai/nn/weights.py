@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.json_file import check_fields, parse_object
+from hpcai.nn.safetensors_files import read_metadata
 from hpcai.schema import Schema, format_value
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
@@ -126,13 +127,7 @@ def load_state(path: Path, kind: str, settings: type[SettingsT]) -> tuple[dict[s
 
 def read_settings(path: Path, kind: str, settings: type[SettingsT]) -> SettingsT | None:
     """Read the settings in a safetensors file, or None, and no weight. Raises CheckpointError."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            return _embedded_settings(path, file.metadata(), kind, settings)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: no safetensors file, or damaged: {error}") from error
+    return _embedded_settings(path, read_metadata(path), kind, settings)
 
 
 def _is_numpy(path: Path) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import ConfigError
+from hpcai.nn.lm_head import LMHead
 from hpcai.nn.quantized import QuantizedLinear
 from hpcai.nn.weights import PretrainedMixin
 from hpcai.parallel.data_parallel import sum_gradients_over
@@ -57,14 +58,16 @@ class Adapter(nn.Module):
         return self.scale * (self.lora_B.weight.detach().to(wide) @ self.lora_A.weight.detach().to(wide))
 
 
-def adapt(model: Model, cfg: LoRAConfig, head: nn.Module | None = None, tied: Tensor | None = None) -> Model:
-    """Add adapters to the linear layers of ``cfg.targets`` but ``head``, in place, and freeze all other weights, in
-    ``cfg.base_dtype``, but those of ``cfg.modules_to_save``, which cannot have the weight ``tied``. Collective over all ranks of a
-    sharded model. Raises ConfigError for a name of no module, and if the model already has adapters."""
+def adapt(model: Model, cfg: LoRAConfig) -> Model:
+    """Add adapters to the layers of ``cfg.targets``, in place, and freeze all other weights, in ``cfg.base_dtype``, but those of
+    ``cfg.modules_to_save``. Collective over all ranks of a sharded model. Raises ConfigError for a name of no module, and if the
+    model already has adapters."""
     if model.adapters is not None:
         raise ConfigError("the model has adapters; merge them before it gets others")
-    linears = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear) and x is not head}
-    others = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter is not tied} - linears.keys()
+    heads = {name: x.weight for name, x in model.named_modules() if isinstance(x, LMHead)}
+    linears = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear) and name not in heads}
+    owners = [(name.rpartition(".")[0], parameter) for name, parameter in model.named_parameters()]  # a tied one has another name
+    others = {owner for owner, p in owners if owner in heads or all(p is not x for x in heads.values())} - linears.keys()
     for field, modules in (("targets", linears), ("modules_to_save", others)):
         for name in getattr(cfg, field):
             if not any(longest_end(module, [name]) for module in modules):

@@ -104,60 +104,56 @@ def compute_outputs(model: Any, peer: Any) -> tuple[Tensor, Tensor]:
     return model(x, times, Condition(classes=classes, tokens=tokens)), peer(x, times, class_labels=classes, **kwargs).sample
 
 
-@pytest.mark.parametrize("name", ["cross attention 1", "flux"])
-def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "kind", "prefix"), [("cross attention 1", "unet", "unet"), ("flux", "flux", "transformer")])
+def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: str, prefix: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed: files of adapters are NOT tested; pip install hpcai-suite[peers]")
     from diffusers.loaders import lora_conversion_utils as conversion
 
-    cfg = CONFIGS[name].model_copy(update={"zero": False})
-    kind, prefix = ("flux", "transformer") if name == "flux" else ("unet", "unet")
+    cfg, path = CONFIGS[name].model_copy(update={"zero": False}), tmp_path / "kohya.safetensors"
 
-    def new_model() -> Any:
+    def new_model(adapters: Path | None = None) -> Any:
         torch.manual_seed(0)
-        return Diffusion(DiffusionConfig(**{"unet": None, kind: cfg})).double().eval()
+        model = Diffusion(DiffusionConfig(**{"unet": None, kind: cfg})).double().eval()
+        _ = adapters and load_adapter(model, adapters)
+        return model
 
-    def new_peer(source: Any, **kwargs: Any) -> Any:
+    def check(source: Any, *models: Any, **kwargs: Any) -> Any:
         save_folder(new_model().network.state_dict(), cfg, tmp_path)
-        cls = getattr(diffusers, json.loads((tmp_path / "config.json").read_text())["_class_name"])
-        peer = cls.from_pretrained(tmp_path, torch_dtype=torch.float64)
+        peer = diffusers.AutoModel.from_pretrained(str(tmp_path), torch_dtype=torch.float64)
         peer.load_lora_adapter(source, prefix=prefix, adapter_name="default", **kwargs)
+        for model in models:
+            actual, expected = compute_outputs(model.network, peer)
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+        assert (compute_outputs(new_model().network, peer)[0] - expected).abs().max() > 1e-3
         return peer
-
-    def check(model: Any, peer: Any) -> None:
-        actual, expected = compute_outputs(model.network, peer)
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-        assert (compute_outputs(new_model().network, peer)[0] - expected).abs().max() > 1e-3  # adapters count
 
     model, pattern = new_model(), {"attn1.to_q" if kind == "unet" else "transformer_blocks.0.attn.to_q": 3}
     adapt(model, DiffusionLoRAConfig(rank=2, alpha=6.0, rank_pattern=pattern, alpha_pattern=pattern))
     for parameter in (p for p in model.parameters() if p.requires_grad):
         nn.init.normal_(parameter, std=0.3)
     save_adapter(model, tmp_path)
-    peer, other = new_peer(tmp_path, weight_name="pytorch_lora_weights.safetensors"), new_model()
+    peer = check(tmp_path, model, new_model(tmp_path), weight_name="pytorch_lora_weights.safetensors")
     peer.save_lora_adapter(tmp_path / "theirs")
-    assert {*load_adapter(other, tmp_path / "theirs").alpha_pattern.values()} == {3.0}
-    for loaded in (model, other, merge(model)):
-        check(loaded, peer)
+    check(tmp_path, merge(model), new_model(tmp_path / "theirs"), weight_name="pytorch_lora_weights.safetensors")
 
-    sizes, kohya = {"double_blocks_0_img_attn_qkv": (72, 24), "single_blocks_1_linear2": (24, 120)}, dict[str, Tensor]()
-    if kind == "unet":
-        layers = (item for item in new_model().network.named_modules() if item[0].endswith("to_out.0"))
-        sizes = {key.replace(".", "_"): layer.weight.shape for key, layer in layers}
-    for rank, (key, (rows, columns)) in enumerate(sizes.items(), 2):
+    layers = {key.replace(".", "_"): x.weight.shape for key, x in new_model().network.named_modules() if key.endswith("to_out.0")}
+    fused = {"double_blocks_0_img_attn_qkv": (72, 24), "single_blocks_1_linear2": (24, 120)}
+    state = {"lora_te_text_model.lora_up.weight": torch.ones(2)}
+    for rank, (key, (rows, columns)) in enumerate((fused if kind == "flux" else layers).items(), 2):
         up, down = torch.randn(rows, rank, dtype=torch.float64), torch.randn(rank, columns, dtype=torch.float64)
-        named = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(1.0)}
-        kohya |= {f"lora_unet_{key}.{part}": x for part, x in named.items()}
-    save_file(kohya | {"lora_te_text_model.lora_up.weight": torch.ones(2)}, path := tmp_path / "kohya.safetensors")
+        state |= {f"lora_unet_{key}.{part}": x for part, x in (("lora_down.weight", down), ("lora_up.weight", up))}
+        state[f"lora_unet_{key}.alpha"] = torch.tensor(1.0)  # diffusers reads one alpha for all attention layers of a U-Net
+    save_file(state, path)
+    unet = {name: x for name, x in state.items() if "unet" in name}
     if kind == "unet":
-        converted, alphas = conversion._convert_non_diffusers_lora_to_diffusers(dict(kohya))
+        converted, alphas = conversion._convert_non_diffusers_lora_to_diffusers(dict(unet))
     else:
-        converted, alphas = conversion._convert_kohya_flux_lora_to_diffusers(dict(kohya)), None
-    load_adapter(other := new_model(), path)
-    check(other, new_peer(converted, network_alphas=alphas))
-    for change in ({f"lora_unet_{next(iter(sizes))}.dora_scale": torch.ones(2)}, {f"lora_unet_{next(iter(sizes))}.lora_up.weight": torch.ones(5, 2)}):
-        save_file({**kohya, **change}, path)
+        converted, alphas = conversion._convert_kohya_flux_lora_to_diffusers(dict(unet)), None
+    check(converted, new_model(path), network_alphas=alphas)
+    for fault, tensor in (("dora_scale", torch.ones(2)), ("lora_up.weight", torch.ones(5, 2))):
+        save_file({**unet, f"lora_unet_{key}.{fault}": tensor}, path)
         with pytest.raises(CheckpointError, match="is it of this network"):
-            load_adapter(new_model(), path)
+            new_model(path)
 
 
 def check_same(model: nn.Module, peer: nn.Module) -> None:

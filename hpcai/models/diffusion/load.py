@@ -140,9 +140,8 @@ def _find_weights(folder: Path) -> Path:
     if (path := find_weights(folder, _STEM)) is not None:
         return path
     if (pickled := find_weights(folder, _STEM, "bin")) is not None:
-        variant = f", variant={pickled.suffixes[0][1:]!r}" if len(pickled.suffixes) > 1 else ""
-        name, where = read_object(folder / CONFIG, "settings")["_class_name"], repr(str(folder))
-        convert = f"import diffusers; diffusers.{name}.from_pretrained({where}{variant}).save_pretrained({where})"
+        where, variant = repr(str(folder)), ", variant='fp16'" * (".fp16." in pickled.name)
+        convert = f"import diffusers; diffusers.AutoModel.from_pretrained({where}{variant}).save_pretrained({where})"
         raise CheckpointError(f'{pickled}: a pickle; only safetensors files are read: convert it by python -c "{convert}"')
     raise CheckpointError(f"{folder / FILE}: does not exist; fetch or save the folder again")
 

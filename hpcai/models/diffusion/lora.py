@@ -25,20 +25,18 @@ from hpcai.parallel.lora import merge as merge
 from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import longest_end
 
-_FILE, _METADATA, _NETWORK = "pytorch_lora_weights.safetensors", "lora_adapter_metadata", "network."
-_KEY = re.compile(r"(?:(?:unet|transformer)\.|lora_unet_)?(.+)\.(lora_A|lora[._]down|lora_B|lora[._]up|alpha)(?:\.weight)?")
+_FILE, _METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
+_KEY = re.compile(r"(?:(?:unet|transformer)\.|lora_unet_)?(.+)\.(?:(lora_A|lora[._]down)|(lora_B|lora[._]up)|alpha)(?:\.weight)?")
 _TEXT = re.compile(r"text_encoder(_\d)?\.|lora_te\d?_")
-_KEYS = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "stabilised": "use_rslora"}  # of our settings in peft
-_PATTERNS = "rank_pattern", "alpha_pattern"
 
 
 def adapt(model: Diffusion, cfg: DiffusionLoRAConfig) -> Diffusion:
     """Add adapters to the layers of ``cfg.targets``, as ``hpcai.parallel.lora.adapt``."""
     if cfg.modules_to_save:
         raise ConfigError(f"modules_to_save has {cfg.modules_to_save[0]}; files of diffusers hold adapters alone: leave it out")
-    if cfg.targets == DiffusionLoRAConfig().targets:  # those that the network has
-        found = tuple(end for end in cfg.targets if any(longest_end(name, [end]) for name in _linears(model)))
-        cfg = cfg.model_copy(update={"targets": found or cfg.targets})
+    if cfg.targets == DiffusionLoRAConfig().targets:
+        found = sorted({longest_end(name, cfg.targets) for name in _linear_sizes(model)} - {""})
+        cfg = cfg.model_copy(update={"targets": tuple(found) or cfg.targets})
     return lora.adapt(model, cfg)
 
 
@@ -61,9 +59,9 @@ def files(model: Diffusion, export: Callable[..., None]) -> dict[str, Callable[[
 
 def _save(model: Diffusion, state: Mapping[str, Tensor], path: Path) -> None:
     prefix, cfg = _prefix(model), model.adapters
-    tensors = {name.replace(_NETWORK, prefix, 1).replace(".adapter.", "."): x for name, x in state.items() if ".adapter." in name}
-    settings = {key: getattr(cfg, name) for name, key in (*_KEYS.items(), *zip(_PATTERNS, _PATTERNS))}
-    settings["target_modules"] = [name for name in _linears(model) if cfg.for_layer(name)]
+    tensors = {name.replace("network.", prefix, 1).replace(".adapter.", "."): x for name, x in state.items() if ".adapter." in name}
+    settings = {key: getattr(cfg, name) for name, key in TABLES["peft keys"].items()}
+    settings["target_modules"] = [name for name in _linear_sizes(model) if cfg.for_layer(name)]
     metadata = json.dumps({f"{prefix}{key}": value for key, value in settings.items()})
     save_sharded(tensors, path.parent, path.name, 1 << 62, {_METADATA: metadata})
 
@@ -73,45 +71,41 @@ def load_adapter(model: Diffusion, path: str | Path) -> DiffusionLoRAConfig:
     a warning for those of text encoders, which are left out. Raises CheckpointError or ConfigError for adapters of another network
     or type, or damaged ones; the model is then unchanged."""
     path = Path(path) / _FILE if Path(path).is_dir() else Path(path)
-    sizes, tensors, parts = _linears(model), open_tensors(path), dict[str, dict[str, Tensor]]()
+    sizes, tensors, parts = _linear_sizes(model), open_tensors(path), dict[str, dict[str, Tensor]]()
     modules, layers, state = _names_in_files(model, sizes), dict[str, tuple[int, float]](), dict[str, Tensor]()
     if text := [key for key in tensors if _TEXT.match(key)]:
         warn("%s: %d tensors of text encoders (%s) are left out; encode captions with them merged", path, len(text), text[0])
     for key in tensors.keys() - {*text}:
-        match = _KEY.fullmatch(key)
-        if match is None or match[1] not in modules:
+        if (match := _KEY.fullmatch(key)) is None or match[1] not in modules:
             problem = f"{key} is of no linear layer of the network, or of no plain LoRA"
             raise CheckpointError(f"{path}: {problem}; is it of this network? If so, merge it by the code that wrote it")
-        kind = "A" if match[2].endswith(("A", "down")) else "alpha" if match[2] == "alpha" else "B"
-        parts.setdefault(match[1], {})[kind] = read_full(tensors[key])
+        parts.setdefault(match[1], {})["A" if match[2] else "B" if match[3] else "alpha"] = read_full(tensors[key])
     cfg = _read_settings(path, _prefix(model))
     for theirs, part in sorted(parts.items()):
-        rows = [sizes[name][0] for name in modules[theirs]]
+        names, rows = modules[theirs], [sizes[name][0] for name in modules[theirs]]
         down, up = (part[kind].flatten(1) if kind in part else Tensor() for kind in "AB")
-        expected = [len(down), sizes[modules[theirs][0]][1]], [sum(rows), len(down)]
-        if (list(down.shape), list(up.shape)) != expected or not (down.is_floating_point() and up.is_floating_point()):
-            actual = " and ".join(f"{list(x.shape)} of {x.dtype}" for x in (down, up))
-            raise CheckpointError(f"{path}: {theirs} has {actual}, expected {expected}, floating-point; is it of this network?")
-        for name, piece in zip(modules[theirs], up.split(rows)):
+        shapes, expected = [list(down.shape), list(up.shape)], [[len(down), sizes[names[0]][1]], [sum(rows), len(down)]]
+        if shapes != expected or not (down.is_floating_point() and up.is_floating_point()):
+            raise CheckpointError(f"{path}: {theirs} has {shapes}, expected {expected} of floating-point; is it of this network?")
+        for name, piece in zip(names, up.split(rows)):
             alpha = cfg.alpha_pattern.get(longest_end(name, cfg.alpha_pattern), cfg.alpha) if cfg else len(down)
             layers[name] = len(down), float(part.get("alpha", alpha))
-            state |= {f"{_NETWORK}{name}.adapter.lora_A.weight": down, f"{_NETWORK}{name}.adapter.lora_B.weight": piece}
+            state |= {f"network.{name}.adapter.lora_A.weight": down, f"network.{name}.adapter.lora_B.weight": piece}
     if not layers:
         raise CheckpointError(f"{path}: holds no adapter of a network; expected {_prefix(model)}{next(iter(sizes))}.lora_A.weight")
-    cfg = lora.with_layers(cfg or DiffusionLoRAConfig(), layers, sizes)
-    adapt(model, cfg)
+    adapt(model, cfg := lora.with_layers(cfg or DiffusionLoRAConfig(), layers, sizes))
     lora.load_tensors(model, state)
     return cfg
 
 
 def _read_settings(path: Path, prefix: str) -> DiffusionLoRAConfig | None:
     """Return the settings in a file of diffusers, or None."""
-    where = f"{path}: {_METADATA}"
-    content = parse_object(read_metadata(path).get(_METADATA, "{}"), where, "settings of peft")
+    where, expected, keys = f"{path}: {_METADATA}", "settings of peft", TABLES["peft keys"]
+    content = parse_object(read_metadata(path).get(_METADATA, "{}"), where, expected)
     config = {key.removeprefix(prefix): value for key, value in content.items()}
-    with check_fields(where, "settings of peft", keys=_KEYS):
-        values: Any = {name: config[key] for name, key in _KEYS.items() if config.get(key) is not None}
-        patterns = {name: {key.lstrip("^"): x for key, x in (config.get(name) or {}).items()} for name in _PATTERNS}
+    with check_fields(where, expected, keys=keys):
+        values = {name: config[key] for name, key in keys.items() if config.get(key) is not None}
+        patterns = {key: {name.lstrip("^"): x for name, x in values[key].items()} for key in values if key.endswith("pattern")}
         return DiffusionLoRAConfig(**values | patterns) if values else None
 
 
@@ -119,8 +113,7 @@ def _prefix(model: Diffusion) -> str:
     return "unet." if model.cfg.unet is not None else "transformer."
 
 
-def _linears(model: Diffusion) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of all linear layers, by name."""
+def _linear_sizes(model: Diffusion) -> dict[str, tuple[int, ...]]:
     layers = ((name, x) for name, x in model.network.named_modules() if isinstance(x, nn.Linear) and ".adapter." not in name)
     return {name: shard_spec(layer.weight).global_shape for name, layer in layers}
 
@@ -128,8 +121,6 @@ def _linears(model: Diffusion) -> dict[str, tuple[int, ...]]:
 def _names_in_files(model: Diffusion, sizes: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the linear layers of each name in files: of diffusers, of kohya's, and of Flux.1's own code, where several are one."""
     names: dict[str, tuple[str, ...]] = {form: (name,) for name in sizes for form in (name, name.replace(".", "_"))}
-    for theirs, ours in TABLES["kohya flux"].items() if model.cfg.flux is not None else ():
-        for number in range(max(model.cfg.flux.double, model.cfg.flux.single)):
-            if (layers := tuple(each.format(number) for each in ours))[0] in sizes:
-                names[theirs.format(number)] = layers
-    return names
+    numbers = range(max(model.cfg.flux.double, model.cfg.flux.single)) if model.cfg.flux is not None else ()
+    joined = ((theirs.format(n), tuple(x.format(n) for x in own)) for theirs, own in TABLES["kohya flux"].items() for n in numbers)
+    return names | {theirs: ours for theirs, ours in joined if ours[0] in sizes}

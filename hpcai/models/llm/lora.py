@@ -22,16 +22,12 @@ from hpcai.models.llm.load import model_family
 from hpcai.models.llm.model import LLM
 from hpcai.nn.safetensors_files import open_tensors, save_sharded
 from hpcai.parallel import lora
+from hpcai.parallel.lora import adapt as adapt
 from hpcai.parallel.lora import merge as merge
 
 _FILE, _CONFIG, _PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 _PEFT: dict[str, Any] = json.loads(Path(__file__).with_name("peft.json").read_text(encoding="utf-8"))  # settings of its files
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
-
-
-def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
-    """Add adapters to the layers of ``cfg.targets``, as ``hpcai.parallel.lora.adapt``, but to the output layer."""
-    return lora.adapt(model, cfg, model.lm_head, model.lm_head.weight if model.cfg.tied else None)
 
 
 def save_adapter(model: LLM, cfg: LoRAConfig, folder: str | Path, base: str = "") -> None:

@@ -13,21 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.models.diffusion import (
-    VAE,
-    Condition,
-    Diffusion,
-    DiffusionConfig,
-    UNet,
-    UNetConfig,
-    VAEConfig,
-    load_deferred,
-    load_network,
-    read_folder,
-    save_folder,
-)
-from hpcai.models.diffusion.config import DiTConfig
-from hpcai.models.diffusion.load import from_config
+from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network, read_folder, save_folder
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig
+from hpcai.models.diffusion.load import from_config, load_deferred
+from hpcai.models.diffusion.model import Diffusion
 from tests.reference_data import DATA, load_arrays, load_json
 
 HOME = DATA / "diffusion" / "broken"
@@ -74,7 +63,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]
     ),
     "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "does not exist")),
     "a pickle": (lambda folder: (folder / FILE).rename(folder / "diffusion_pytorch_model.fp16.bin"), CheckpointError,
-                 ("model.fp16.bin: a pickle", "diffusers.UNet2DConditionModel.from_pretrained(", "variant='fp16')")),
+                 ("model.fp16.bin: a pickle", "diffusers.AutoModel.from_pretrained(", "variant='fp16')")),
 }  # fmt: skip
 
 
