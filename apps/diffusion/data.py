@@ -72,7 +72,7 @@ class Fields(Samples):
         if turn is not None or box:
             self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], metadata["periodic"], metadata["factor"]
             self._is_isotropic = all(self._periodic) and len({*metadata["box"]}) == 1 and len(metadata["channels"]) == 1
-            self._is_isotropic &= not self._has_static
+            self._is_isotropic &= not (self._has_static or metadata.get("interval"))  # such as vorticity, whose sign flips change
         self.starts: np.ndarray | None = None
         if metadata.get("interval"):
             step = rows.column("step")

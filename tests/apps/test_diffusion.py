@@ -150,7 +150,8 @@ def test_forecasts_of_trajectories(tmp_path: Path, capsys: pytest.CaptureFixture
     model, ensembles = Diffusion.load(run), np.load(run / "ensembles.npz")
     with h5py.File(data / "validation/fields_000000.h5") as file:
         assert np.array_equal(ensembles["start"][0], file["high"][0]) and np.array_equal(ensembles["truth"][0], file["high"][1:4])
-    members = model.roll_out(Condition(fine=torch.from_numpy(ensembles["start"])), 3, 2, indices=torch.from_numpy(ensembles["index"]))
+    start, index = (torch.from_numpy(ensembles[name]) for name in ("start", "index"))
+    members = model.roll_out(Condition(fine=start), 3, 2, indices=index)
     np.testing.assert_allclose(members.permute(2, 0, 1, 3, 4, 5), ensembles["members"], atol=1e-4)
     metrics = {name: metric_by_step(run, "evaluate", name).popitem()[1] for name in ("crps_1", "crps_3", "persistence_1")}
     assert all(0 < value < 3 for value in metrics.values()), metrics

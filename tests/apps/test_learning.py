@@ -151,6 +151,37 @@ def test_ensembles_of_unseen_universes_are_calibrated(tmp_path: Path) -> None:
 
 
 @claim
+def test_the_residual_of_a_regression_mean_is_generated(tmp_path: Path) -> None:
+    """CRPS of members beside that of the regression mean with Gaussian errors, whose power is lost at small scales."""
+    run_module("data_prep.fields", "simulate", str(tmp_path / "data"), "--kind", "matter", "--no-check")
+    small = "apps.diffusion", "apps/diffusion/configs/small.yaml", f"data.directory={tmp_path / 'data'}"
+    mean, run = tmp_path / "mean", tmp_path / "run"
+    run_module(*small, "model.objective.prediction_type=regression", "train.steps=700", f"report.directory={mean}")
+    run_module(*small, f"start.mean={mean}", "model.residual=measured", f"report.directory={run}")
+    ensembles = picture.read(run / picture.FILE)
+    values, (_, power, of_mean) = ensembles.score(0), ensembles.power_ratios(0)
+    print({**values, "power": power.mean(0).tolist(), "power of the mean": of_mean.tolist()})
+    assert values["crps"] < values["dressed"] and 0.9 < values["spread"] < 1.1, values
+    assert of_mean[len(of_mean) // 2 :].max() < 0.2 and (power.mean(0)[: len(of_mean) // 2] - 1).abs().max() < 0.2, power
+
+
+@claim
+def test_forecasts_of_turbulence_beat_persistence_and_a_regression(tmp_path: Path) -> None:
+    """CRPS at each of eight lead times, beside the error of the initial state and of a network of the same size that was trained as
+    long to predict the mean."""
+    run_module("data_prep.fields", "simulate", str(tmp_path / "data"), "--kind", "turbulence", "--no-check")
+    args = "apps.diffusion", "apps/diffusion/configs/turbulence.yaml", f"data.directory={tmp_path / 'data'}", "data.members=8"
+    run, mean = tmp_path / "run", tmp_path / "mean"
+    run_module(*args, f"report.directory={run}")
+    run_module(*args, "model.objective.prediction_type=regression", f"report.directory={mean}")
+    ensembles, regression = (picture.read(folder / picture.FILE) for folder in (run, mean))
+    for lead in range(8):
+        values, error = ensembles.score(0, lead), regression.score(0, lead)["mean"]
+        print({"lead": lead + 1, **values, "regression": error})
+        assert values["crps"] < 0.9 * error and values["crps"] < 0.7 * values["single"] and 0.85 < values["spread"] < 1.15
+
+
+@claim
 def test_the_source_of_python_is_learned(tmp_path: Path) -> None:
     """Held-out files take fewer bits per byte than with gzip -9 and xz -9e, which compress all of them as one file, and fewer still
     with experts, of which as many parameters compute a token."""
