@@ -73,7 +73,7 @@ class Conversion(grids.Choice):
 
     periodic: tuple[str, ...] | None = option(None, "sides that wrap; default: 360 degrees of longitude", nargs="*", metavar="DIM")
     transform: tuple[tuple[str, str], ...] = several("none, log or sqrt; default: by skewness", "NAME=KIND", type=chosen_transform)
-    factor: int = option(4, "cells of high along a cell of low, unless --coarse is given", type=command.positive)
+    factor: int = option(4, "cells of high along a cell of low, unless --coarse or --forecast is given", type=command.positive)
     multiple: int = option(8, "sides are cut to a multiple of this, as U-Nets need; at their ends", type=command.positive)
     validation: float = command.fraction(0.1, "the samples, the last ones")
     test: float = command.fraction(0.0, "the samples, the last ones")
