@@ -15,7 +15,7 @@ N samples, K static fields, C channels, S and s cells of each side"""
 import argparse
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import pairwise
@@ -73,7 +73,7 @@ class Conversion(grids.Choice):
 
     periodic: tuple[str, ...] | None = option(None, "sides that wrap; default: 360 degrees of longitude", nargs="*", metavar="DIM")
     transform: tuple[tuple[str, str], ...] = several("none, log or sqrt; default: by skewness", "NAME=KIND", type=chosen_transform)
-    factor: int = option(4, "cells of high along a cell of low, unless --coarse is given", type=command.positive)
+    factor: int = option(4, "cells of high along a cell of low, unless --coarse or --forecast is given", type=command.positive)
     multiple: int = option(8, "sides are cut to a multiple of this, as U-Nets need; at their ends", type=command.positive)
     validation: float = command.fraction(0.1, "the samples, the last ones")
     test: float = command.fraction(0.0, "the samples, the last ones")
@@ -295,11 +295,6 @@ def write_shared(static: Mapping[str, Array], weights: Array | None, out: Path) 
         replace_file(out / STATIC, save(arrays))
 
 
-def shared_header(static: Iterable[str], weights: Array | None, interval: Sequence[Any] | None) -> dict[str, Any]:
-    """Return the index entries of static fields, of weights, and of the time between two frames with its unit."""
-    return {"static": list(static), "weighted": weights is not None, "interval": interval}
-
-
 def read_weights(out: Path, header: Mapping[str, Any]) -> Array:
     """Return the weights of cells, or 1. Raises DataError if ``STATIC`` is not as the index says."""
     static, sizes = header.get("static", []), (len(header["channels"]), *header["fields"]["high"]["shape"][1:])
@@ -375,7 +370,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
         recipe["coarse"] = command.fingerprint(list(map(str, pairs.coarse.files)))
     cells, cut = " x ".join(map(str, shape)), "" if shape == source.shape else f", cut from {' x '.join(map(str, source.shape))}"
     summary = f"{command.describe_sources(splits)}: samples of {len(names)} x {cells} cells{cut}, of {options.source}"
-    header = {**header, **shared_header(static, weights, interval)}
+    header = {**header, "static": list(static), "weighted": weights is not None, "interval": interval}
     return command.Plan(recipe, jobs, header, summary, finalize=partial(write_shared, static, weights), config="fields")
 
 

@@ -345,7 +345,7 @@ def simulate(options: argparse.Namespace) -> command.Plan:
     message = f"{count * recipe.rows_per_index} samples of {cells} cells from {count} {units} in {options.out}"
     config = {"matter": "small", "volumes": "small3d"}.get(recipe.field, recipe.field)
     weights, interval = recipe.weights_and_interval()
-    header = {**recipe.header(), **field_pairs.shared_header({}, weights, interval)}
+    header = {**recipe.header(), "static": [], "weighted": weights is not None, "interval": interval}
     return command.Plan(recipe, jobs, header, message, finalize=partial(field_pairs.write_shared, {}, weights), config=config)
 
 

@@ -133,15 +133,15 @@ def test_a_coarse_source_is_taken_if_it_is_of_the_same_places_times_and_units(tm
 
 def test_static_fields_and_weights_are_beside_the_samples_and_masked_cells_are_left_out(tmp_path: Path, capsys: Any) -> None:
     dataset, land = reanalysis()[["t2m"]], draw(HEIGHT, WIDTH, seed=3) > 0.4
-    dataset["sst"] = dataset.t2m.where(~land) + 7
+    dataset["swh"] = np.exp(draw(TIMES, HEIGHT, WIDTH, seed=5) + 0 * dataset.t2m).where(~land)       # of waves
     dataset["lsm"] = ("latitude", "longitude"), land
     dataset.to_netcdf(tmp_path / "x.nc", engine="h5netcdf")
     coordinates = {"lat": np.linspace(-90, 90, HEIGHT), "lon": dataset.longitude.values}
     height = xarray.Dataset({"orog": (("valid_time", "lat", "lon"), 500 * draw(1, HEIGHT, WIDTH, seed=4))}, coordinates)
     height.to_netcdf(tmp_path / "orography.nc", engine="h5netcdf")
     index = convert(tmp_path / "x.nc", tmp_path / "out", "--mask", "--static", "lsm", str(tmp_path / "orography.nc"))
-    assert "sst: " in (text := capsys.readouterr().out) and f"masked in {land[:0:-1].mean():.1%} of its cells" in text, text
-    assert index["channels"] == ["t2m", "sst"] and index["static"] == ["lsm", "orog"] and index["weighted"]
+    assert "swh: " in (text := capsys.readouterr().out) and f"masked in {land[:0:-1].mean():.1%} of its cells" in text, text
+    assert index["channels"] == ["t2m", "swh"] and index["static"] == ["lsm", "orog"] and index["weighted"]
     arrays, sea = load_file(tmp_path / "out/static.safetensors"), ~land[:0:-1]
     assert (arrays["static"][0] == land[:0:-1]).all() and arrays["static"][1].std() == pytest.approx(1, rel=1e-5)
     assert np.corrcoef(arrays["static"][1].ravel(), height.orog.values[0, :-1].ravel())[0, 1] == pytest.approx(1)
@@ -150,15 +150,18 @@ def test_static_fields_and_weights_are_beside_the_samples_and_masked_cells_are_l
     for weights, values in zip(arrays["weights"], (area, area * sea)):
         assert weights == pytest.approx(values / values.mean(), rel=1e-5)
     rows, standard = columns(tmp_path / "out/train"), Standard.from_header(index)
-    assert (rows["high"][:, 1, ~sea] == 0).all() and standard.mean[1] == pytest.approx(float(dataset.sst[:36, :-1].mean()), abs=0.1)
+    assert (rows["high"][:, 1, ~sea] == 0).all() and standard.transforms == ("none", "log")
+    sample = dataset.swh.values[:36, :0:-1][:, sea]
+    assert standard.floors[1] == pytest.approx(0.01 * sample.mean(), rel=0.05)
+    assert standard.mean[1] == pytest.approx(np.log(sample + standard.floors[1]).mean(), abs=1e-3)
     cells = np.where(sea, standard.invert(rows["high"][5])[1], np.nan).reshape(4, 4, 8, 4).swapaxes(1, 2).reshape(4, 8, 16)
     low, empty = standard.invert(rows["low"][5])[1], np.isnan(cells).all(2)
     assert empty.any() and (rows["low"][:, 1, empty] == 0).all()
     assert low[~empty] == pytest.approx(np.nanmean(cells[~empty], 1), rel=1e-5)
-    dataset.sst.values[9, 8, np.flatnonzero(~land[8])[:5]] = np.nan             # ice, once
+    dataset.swh.values[9, 8, np.flatnonzero(~land[8])[:5]] = np.nan             # ice, once
     dataset.to_netcdf(tmp_path / "ice.nc", engine="h5netcdf")
     assert fields.main(["convert", str(tmp_path / "ice.nc"), str(tmp_path / "ice"), "--workers", "1", "--mask"]) == 2
-    assert "2020-01-03T06:00: sst has a value only in some samples in 1.0% of its cells" in capsys.readouterr().err
+    assert "2020-01-03T06:00: swh has a value only in some samples in 1.0% of its cells" in capsys.readouterr().err
 
 
 def test_frames_of_trajectories_are_in_the_order_of_time_with_steps(tmp_path: Path, capsys: Any) -> None:
