@@ -343,7 +343,7 @@ def _plan_encoding(
     if 0 < captions < rows and encoded and not options.skip_bad:
         first_bare = next(shard for shard in all_shards if shard.uncaptioned)
         where, others = f"{first_bare.shard.path}: {first_bare.uncaptioned[0]}", f"as {rows - captions} of {rows} samples"
-        raise DataError(f"{where}: no caption, {others}; write one, which may be empty, or leave them out")
+        raise DataError(f"{where}: no caption, {others}; write one, which may be empty, or leave them out (--skip-bad)")
     if encoded and not captions:
         command.print_rank_0("there are no captions: no text vectors are written")
         encoded = []
