@@ -13,7 +13,7 @@ import torch
 
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
-from hpcai.models.diffusion import Diffusion, DiffusionConfig
+from hpcai.models.diffusion import Diffusion, DiffusionConfig, UNetConfig
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.structures import write_structure
 from hpcai.models.unet3d import UNet3D, UNet3DConfig
@@ -101,8 +101,13 @@ def test_the_cells_of_the_diffusion_page_run(runs: Path, monkeypatch: pytest.Mon
     Diffusion(cfg).save(runs / "diffusion-small/model.safetensors")
     stand_in = types.SimpleNamespace(InceptionV3=lambda: lambda images: [images.mean((2, 3))])  # its weights are downloaded
     monkeypatch.setitem(sys.modules, "pytorch_fid.inception", stand_in)  # type: ignore[arg-type]
-    names = run_cells("apps/diffusion/README.md", 2, {"coarse": torch.rand(2, 1, 16, 16) + 0.5})
-    assert names["density"].shape == (16, 2, 1, 64, 64)
+    (runs / "diffusion-turbulence").mkdir()
+    forecasts = cfg.fields.model_copy(update={"floor": None, "factor": 0, "interval": (1.0, "hours")})  # type: ignore[union-attr]
+    states = {"unet": UNetConfig(**{**network, "field": 0, "fine": 1}, middle="none", heads=(1,), groups=4), "fields": forecasts}
+    Diffusion(cfg.model_copy(update=states)).save(runs / "diffusion-turbulence/model.safetensors")
+    given = {"coarse": torch.rand(2, 1, 16, 16) + 0.5, "vorticity": torch.randn(2, 1, 64, 64)}
+    names = run_cells("apps/diffusion/README.md", 3, given)
+    assert names["density"].shape == (16, 2, 1, 64, 64) and names["states"].shape == (16, 8, 2, 1, 64, 64)
     assert names["Pool"]()(torch.rand(2, 3, 9, 9)).shape == (2, 3)
 
 
