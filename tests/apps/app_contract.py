@@ -76,6 +76,7 @@ class AppContract:
         assert config.load(app.settings, run / "settings.yaml") == expected
         page = draw_run(run).read_text()
         assert read_run(run).found is not None and "Where the time of a step went" in page
+        assert any((run / "plots").iterdir()), "plots are drawn"
         assert self.report_text in page and "no picture" not in page and "://" not in page.replace("http://www.w3.org", "")
 
     def test_several_ranks_train_as_one(self, app: App, data: Path, tmp_path: Path, job: str) -> None:
