@@ -73,9 +73,9 @@ def ensemble_scores(run: Path) -> dict[str, float]:
     """Return the CRPS over the error of cubic interpolation, spread over skill, and the largest relative error of the members'
     power up to half of the Nyquist wavenumber."""
     ensembles = picture.read(run / picture.FILE)
-    values, power = ensembles.score(0), ensembles.power_ratios(0)[1].mean(0) - 1
-    ratio, error = values["crps"] / values["single"], float(power[: len(power) // 2].abs().max())
-    return {"crps": ratio, "spread": values["spread"], "power": error}
+    values, errors = ensembles.score(0), ensembles.power_ratios(0)[1].mean(0).sub(1).abs()
+    ratio, half = values["crps"] / values["single"], len(errors) // 2
+    return {"crps": ratio, "spread": values["spread"], "power": float(errors[:half].max())}
 
 
 def last_scores(run: Path) -> dict[str, float]:

@@ -24,8 +24,8 @@ def ensembles(kind: str) -> dict[str, Any]:
     (n, m, *rest), rng = SHAPES[kind], np.random.default_rng(0)
     mean = rng.normal(size=(n, 1, *rest))
     every = (mean + 0.5 * rng.normal(size=(n, m + 1, *rest))).astype("f4")
-    more = {"maps": {"mean": mean[:, 0], "field": mean[:, 0, ..., ::2, ::2], "weights": WEIGHTS, **ABOUT},
-            "forecasts": {"start": every[:, 0, 0], "about_interval": np.array((6.0, "hours"))}}  # fmt: skip
+    more: dict[str, Any] = {"maps": {"mean": mean[:, 0], "field": mean[:, 0, ..., ::2, ::2], "weights": WEIGHTS} | ABOUT,
+                            "forecasts": {"start": every[:, 0, 0], "about_interval": np.array((6.0, "hours"))}}  # fmt: skip
     return {"truth": every[:, 0], "members": every[:, 1:], "index": np.arange(n)[::-1], **more.get(kind, {"about_floor": 0.05})}
 
 
@@ -45,13 +45,11 @@ def test_a_baseline_with_gaussian_errors_is_as_good_as_members_with_these(tmp_pa
     fields = picture.read(report_runs.write_arrays(tmp_path / "a.npz", arrays))
     values, (truth, mean) = fields.score(1), (x[:, 0, 1].double() for x in (fields.truth, fields.single))
     sigma = (fields.weights[1] * (mean - truth).square()).mean().sqrt()
-    quantiles = (torch.arange(2000.0).view(-1, 1, 1, 1) + 0.5) / 2000
-    dressed = scores.crps(mean + sigma * torch.special.ndtri(quantiles), truth)
+    dressed = scores.crps(mean + sigma * torch.special.ndtri((torch.arange(2000.0).view(-1, 1, 1, 1) + 0.5) / 2000), truth)
     assert values["dressed"] == pytest.approx(np.average(dressed.mean(0), weights=WEIGHTS[1]), rel=1e-3)
     assert values["crps"] == pytest.approx(values["dressed"], rel=0.1) and values["spread"] == pytest.approx(1, abs=0.1)
     assert fields.to_physical(0, torch.tensor([-3.0, 2.0])).tolist() == [0, 4]
-    labels = [axes.get_xlabel() for axes in picture.draw(fields, LIGHT)[1].axes[6:]]
-    assert labels == ["spread and error [K]", r"\$T\$ [K]"]
+    assert [axes.get_xlabel() for axes in picture.draw(fields, LIGHT)[1].axes[6:]] == ["spread and error [K]", r"\$T\$ [K]"]
     for change in ({"weights": WEIGHTS - 1}, {"about_units": ["K"]}, {"truth": arrays["truth"] * np.nan}):
         with pytest.raises(DataError, match="weights are negative|about_units has 1|not finite"):
             picture.read(report_runs.write_arrays(tmp_path / "b.npz", arrays | change))
