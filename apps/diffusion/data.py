@@ -236,9 +236,9 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
         weighted=metadata.get("weighted", False), interval=tuple(metadata["interval"]) if metadata.get("interval") else None,
     )  # fmt: skip
     model = model.model_copy(update={"size": size, "fields": fields})
-    if model.channel_weights and len(model.channel_weights) != size[0]:
-        given = f"{len(model.channel_weights)} model.channel_weights for {size[0]} channels"
-        raise DataError(f"{rows.folder}: {given}; give one for each")
+    for name in ("channel_weights", "residual"):
+        if isinstance(values := getattr(model, name), tuple) and len(values) not in (0, size[0]):
+            raise DataError(f"{rows.folder}: model.{name} has {len(values)} values for {size[0]} channels; give one for each")
     if cfg.start.mean is not None:
         path = cfg.start.mean / "model.safetensors" if cfg.start.mean.is_dir() else cfg.start.mean
         mean = read_settings(path, "diffusion", DiffusionConfig)

@@ -139,6 +139,8 @@ def test_residuals_of_a_regression_mean_are_generated(data: Path, tmp_path: Path
     assert isinstance(model.cfg.residual, tuple) and abs(model.cfg.residual[0] / float(rms) - 1) < 0.2
     assert 0 < metric_by_step(tmp_path / "run", "evaluate", "dressed_crps").popitem()[1] < float(truth.abs().mean())
     capsys.readouterr()
+    assert run_config("small", data, tmp_path / "other", *NARROW, "model.residual=[0.1, 0.2]") == 1
+    assert "model.residual has 2 values for 1 channels; give one for each" in capsys.readouterr().err
     assert run_config("small", data, tmp_path / "other", *NARROW, f"start.mean={tmp_path / 'run'}") == 1
     assert "is another model; expected one with objective.prediction_type regression" in capsys.readouterr().err
 

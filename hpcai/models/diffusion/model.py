@@ -47,6 +47,8 @@ class Diffusion(PretrainedMixin):
         self.cfg, self.seed = cfg or DiffusionConfig(), seed
         self.objective = Objective(self.cfg.objective)
         plan_steps(self.objective, self.cfg.sampler)  # raises now if settings are inconsistent
+        if self.cfg.residual == "measured":
+            raise ConfigError("residual is measured where there are data, by apps.diffusion; give a number for each channel")
         self.network = _NETWORKS[type(self.cfg.network)](self.cfg.network)
         self.mean = None if self.cfg.mean is None else Diffusion(self.cfg.mean, seed).requires_grad_(False).eval()
         latents, fields = self.cfg.latents, self.cfg.fields
