@@ -38,7 +38,7 @@ State = dict[str, Tensor]
 NameMap = Mapping[str, Sequence[Any]]  # name in diffusers -> our name, and the default of one that is not required
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_text(encoding="utf-8"))
 """names of settings, fixed values of those that our networks do not have, and the settings of U-Nets that are read"""
-_UNET_FIXED, _UNET_2D_FIXED = (TABLES["unet fixed"] | TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel"))
+_UNET_FIXED = {name: TABLES["unet fixed"] | TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel")}
 _UNET, _UNET_READ, _BLOCKS = (TABLES[f"unet {name}"] for name in ("names", "read", "blocks"))
 _VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
 
@@ -90,10 +90,9 @@ def load_network(path: str | Path) -> Any:
     kind, _ = _settings(Path(path))
     with torch.device("meta"):
         network = kind.network(cfg)
-    copies = {name: torch.empty_like(x, device="cpu", dtype=state[name].dtype) for name, x in network.state_dict().items()}
-    for name, tensor in copies.items():
-        tensor.copy_(state.pop(name))
-    network.load_state_dict(copies, assign=True)
+    for name, like in network.state_dict().items():
+        state[name] = torch.empty_like(like, device="cpu", dtype=state[name].dtype).copy_(state[name])
+    network.load_state_dict(state, assign=True)
     return network.eval()
 
 
@@ -238,7 +237,7 @@ def _read_unet(config: Mapping[str, Any], path: Path, kind: str, fixed: Mapping[
 
 
 def _from_unet_condition(config: Mapping[str, Any], path: Path) -> UNetConfig:
-    common = _read_unet(config, path, "cross", _UNET_FIXED, "cross_attention_dim", "use_linear_projection")
+    common = _read_unet(config, path, "cross", _UNET_FIXED["UNet2DConditionModel"], "cross_attention_dim", "use_linear_projection")
     levels = len(common["channels"])
     _check_levels(config, path, ("cross_attention_dim",), levels)
     heads = config.get("attention_head_dim", 8)  # the number of heads, in this class
@@ -248,7 +247,7 @@ def _from_unet_condition(config: Mapping[str, Any], path: Path) -> UNetConfig:
 
 
 def _from_unet_2d(config: Mapping[str, Any], path: Path) -> UNetConfig:
-    common = _read_unet(config, path, "self", _UNET_2D_FIXED | {"attn_norm_num_groups": None}, "add_attention")
+    common = _read_unet(config, path, "self", _UNET_FIXED["UNet2DModel"] | {"attn_norm_num_groups": None}, "add_attention")
     size = config.get("attention_head_dim", 8)
     channels = common["channels"]
     if not config.get("add_attention", True):
@@ -262,26 +261,20 @@ def _from_unet_2d(config: Mapping[str, Any], path: Path) -> UNetConfig:
     return UNetConfig(**common, heads=tuple(heads), tokens=None)
 
 
-def _write_unet(kind: str, cfg: UNetConfig, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of config.json that both classes have in common."""
+def _to_unet(kind: str, cfg: Any) -> dict[str, Any] | None:
+    is_conditional = kind == "UNet2DConditionModel"
+    if not isinstance(cfg, UNetConfig) or is_conditional != (cfg.middle == "cross") or _reason(cfg):
+        return None
     blocks = [_BLOCKS[attention].format("Down") for attention in cfg.attention]
     up = [name.replace("Down", "Up") for name in reversed(blocks)]
     own = {"sample_size": None, "in_channels": cfg.inputs + cfg.field, "down_block_types": blocks, "up_block_types": up}
-    return _to_diffusers(kind, cfg, _UNET, fixed) | own | ({"field_channels": cfg.field} if cfg.field else {})
-
-
-def _to_unet_condition(cfg: Any) -> dict[str, Any] | None:
-    if not isinstance(cfg, UNetConfig) or cfg.middle != "cross" or _reason(cfg):
-        return None
-    own = {"attention_head_dim": list(cfg.heads), "cross_attention_dim": cfg.tokens, "use_linear_projection": True}
-    return _write_unet("UNet2DConditionModel", cfg, _UNET_FIXED) | own
-
-
-def _to_unet_2d(cfg: Any) -> dict[str, Any] | None:
-    if not isinstance(cfg, UNetConfig) or cfg.middle == "cross" or _reason(cfg):
-        return None
-    own = {"attention_head_dim": next(iter(_head_sizes(cfg)), 8), "add_attention": cfg.middle == "self"}
-    return _write_unet("UNet2DModel", cfg, _UNET_2D_FIXED) | own
+    if cfg.field:
+        own["field_channels"] = cfg.field
+    if is_conditional:
+        own |= {"attention_head_dim": list(cfg.heads), "cross_attention_dim": cfg.tokens, "use_linear_projection": True}
+    else:
+        own |= {"attention_head_dim": next(iter(_head_sizes(cfg)), 8), "add_attention": cfg.middle == "self"}
+    return _to_diffusers(kind, cfg, _UNET, _UNET_FIXED[kind]) | own
 
 
 def _head_sizes(cfg: UNetConfig) -> set[int]:
@@ -369,8 +362,10 @@ def _to_flux(cfg: Any) -> dict[str, Any] | None:
 
 
 DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
-    "UNet2DConditionModel": DiffusersClass(UNet, _from_unet_condition, _to_unet_condition, _flatten_projections),
-    "UNet2DModel": DiffusersClass(UNet, _from_unet_2d, _to_unet_2d, dict),
+    "UNet2DConditionModel": DiffusersClass(
+        UNet, _from_unet_condition, partial(_to_unet, "UNet2DConditionModel"), _flatten_projections
+    ),
+    "UNet2DModel": DiffusersClass(UNet, _from_unet_2d, partial(_to_unet, "UNet2DModel"), dict),
     "AutoencoderKL": DiffusersClass(VAE, _from_vae, _to_vae, _update_names),
     "DiTTransformer2DModel": DiffusersClass(DiT, _from_dit, _to_dit, dict),
     "Transformer2DModel": DiffusersClass(  # DiT in older files, whose defaults are not those of a DiT
