@@ -32,6 +32,7 @@ _RUN_SETTINGS = {"dropout", "recompute", "zero"}  # settings of a run, which may
 _VERSION = "0.42.1"  # of diffusers
 _LEGACY_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # in older autoencoders
 _LEGACY_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
+_MATRICES = tuple(f".{name}.weight" for name in ("proj_in", "proj_out", "to_q", "to_k", "to_v", "to_out.0"))
 _IGNORED = {"sample_size", "force_upcast", "upcast_attention", "addition_time_embed_dim", "addition_embed_type_num_heads"}
 
 State = dict[str, Tensor]
@@ -52,8 +53,6 @@ class DiffusersClass(NamedTuple):
     """config.json -> settings; the path is for errors. Raises ConfigError for options that our network does not support."""
     to_config: Callable[[Any], dict[str, Any] | None]
     """settings -> config.json, or None if they do not belong to this class"""
-    from_names: Callable[[State], State]
-    """weights by names of diffusers -> by our names, which diffusers reads too"""
 
 
 def read_folder(path: str | Path) -> tuple[Settings, State]:
@@ -68,7 +67,7 @@ def read_folder(path: str | Path) -> tuple[Settings, State]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(f"{lazy.path}: {name} holds {dtype}; expected floating-point numbers: fetch or save it again")
         tensors[name] = tensor
-    state = kind.from_names(tensors)
+    state = _update_names(tensors)
     weights.check_claims(path / CONFIG, cfg, {name: x.shape for name, x in state.items()})
     with torch.device("meta"):
         expected = kind.network(cfg).state_dict()
@@ -132,6 +131,18 @@ def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, 
     folder.mkdir(parents=True, exist_ok=True)
     save_sharded(dict(state), folder, FILE, shard)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _update_names(state: State) -> State:
+    """Convert names of attention weights in older files, and 1 x 1 convolutions in place of its matrices and projections."""
+    updated: State = {}
+    for name, tensor in state.items():
+        if match := _LEGACY_ATTENTION.fullmatch(name):
+            prefix, old, kind = match.groups()
+            name = f"{prefix}.{_LEGACY_NAMES[old]}.{kind}"
+        is_convolution = name.endswith(_MATRICES) and tensor.ndim > 2 and tensor.shape[2:].numel() == 1
+        updated[name] = tensor.flatten(1) if is_convolution else tensor
+    return updated
 
 
 def _find_weights(folder: Path) -> Path:
@@ -299,12 +310,6 @@ def _reason(cfg: Any) -> str:
     return "parameters" if cfg.parameters else "periodic" if any(cfg.periodic) else ""
 
 
-def _flatten_projections(state: State) -> State:
-    """Convert projections before and after transformers to matrices: some files have 1 x 1 convolutions."""
-    ends = (".proj_in.weight", ".proj_out.weight")
-    return {name: x.flatten(1) if name.endswith(ends) and x.shape[2:].numel() == 1 else x for name, x in state.items()}
-
-
 # ---- autoencoders
 
 
@@ -323,18 +328,6 @@ def _to_vae(cfg: Any) -> dict[str, Any] | None:
     config = _to_diffusers("AutoencoderKL", cfg, _VAE, _VAE_FIXED)
     blocks = {name: [_VAE_FIXED[name]] * len(cfg.channels) for name in ("down_block_types", "up_block_types")}
     return config | blocks | {"shift_factor": cfg.shift or None, "use_post_quant_conv": cfg.quantised}
-
-
-def _update_names(state: State) -> State:
-    """Convert names and shapes of attention weights in older files."""
-    updated: State = {}
-    for name, tensor in state.items():
-        if match := _LEGACY_ATTENTION.fullmatch(name):
-            prefix, old, kind = match.groups()
-            name = f"{prefix}.{_LEGACY_NAMES[old]}.{kind}"
-        is_matrix = re.fullmatch(r".*\.attentions\.\d+\.to_(q|k|v|out\.0)\.weight", name) is not None
-        updated[name] = tensor.flatten(1) if is_matrix else tensor
-    return updated
 
 
 # ---- transformers
@@ -362,16 +355,14 @@ def _to_flux(cfg: Any) -> dict[str, Any] | None:
 
 
 DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
-    "UNet2DConditionModel": DiffusersClass(
-        UNet, _from_unet_condition, partial(_to_unet, "UNet2DConditionModel"), _flatten_projections
-    ),
-    "UNet2DModel": DiffusersClass(UNet, _from_unet_2d, partial(_to_unet, "UNet2DModel"), dict),
-    "AutoencoderKL": DiffusersClass(VAE, _from_vae, _to_vae, _update_names),
-    "DiTTransformer2DModel": DiffusersClass(DiT, _from_dit, _to_dit, dict),
+    "UNet2DConditionModel": DiffusersClass(UNet, _from_unet_condition, partial(_to_unet, "UNet2DConditionModel")),
+    "UNet2DModel": DiffusersClass(UNet, _from_unet_2d, partial(_to_unet, "UNet2DModel")),
+    "AutoencoderKL": DiffusersClass(VAE, _from_vae, _to_vae),
+    "DiTTransformer2DModel": DiffusersClass(DiT, _from_dit, _to_dit),
     "Transformer2DModel": DiffusersClass(  # DiT in older files, whose defaults are not those of a DiT
-        DiT, partial(_from_dit, defaults=TABLES["Transformer2DModel defaults"]), lambda cfg: None, dict
+        DiT, partial(_from_dit, defaults=TABLES["Transformer2DModel defaults"]), lambda cfg: None
     ),
-    "FluxTransformer2DModel": DiffusersClass(Flux, _from_flux, _to_flux, dict),
+    "FluxTransformer2DModel": DiffusersClass(Flux, _from_flux, _to_flux),
 }
 
 
