@@ -50,7 +50,7 @@ def condition(kind: str) -> Condition:
 def test_classes_are_dropped_in_training_only() -> None:
     model, (x, time), classes = network("dit", dropout=0.5), samples(), []
     for block in model.transformer_blocks:
-        block.norm1.emb.class_embedder.register_forward_hook(lambda _, inputs, out: classes.append(inputs[0]))
+        block.norm1.emb.class_embedder["embedding_table"].register_forward_hook(lambda _, inputs, out: classes.append(inputs[0]))
     inputs = x[:1].expand(400, -1, -1, -1), time[:1].expand(400), Condition(classes=torch.zeros(400, dtype=torch.int64))
     with torch.no_grad():
         model(*inputs)
