@@ -124,8 +124,7 @@ def load_deferred(model: "Diffusion", path: str | Path, shard: Callable[["Diffus
 def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, shard: int = _SHARD_BYTES) -> None:
     """Write weights and settings as a folder of diffusers: config.json, and safetensors files of at most ``shard`` bytes, with an
     index if there are several. Raises CheckpointError for settings without a class in diffusers."""
-    kind, config = to_config(cfg)
-    if kind is None:
+    if (config := to_config(cfg)) is None:
         raise CheckpointError(f"{folder}: diffusers has no class for these settings of a {type(cfg).__name__}: {_reason(cfg)}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,10 +169,9 @@ def from_config(config: Mapping[str, Any], path: Path) -> tuple[DiffusersClass, 
         return DIFFUSERS_CLASSES[name], DIFFUSERS_CLASSES[name].from_config(config, path)
 
 
-def to_config(cfg: Settings) -> tuple[DiffusersClass | None, dict[str, Any]]:
-    """Return the class and config.json of settings, or (None, {}) if diffusers has no class for them."""
-    converted = ((kind, config) for kind in DIFFUSERS_CLASSES.values() if (config := kind.to_config(cfg)) is not None)
-    return next(converted, (None, {}))
+def to_config(cfg: Settings) -> dict[str, Any] | None:
+    """Return config.json of settings, or None if diffusers has no class for them."""
+    return next((config for kind in DIFFUSERS_CLASSES.values() if (config := kind.to_config(cfg)) is not None), None)
 
 
 def _summarize(names: Sequence[str]) -> str:
