@@ -217,7 +217,7 @@ def frechet(a: Tensor, s: Tensor, b: Tensor, t: Tensor) -> float:
 
 
 def clip_sums(images: Tensor, texts: Tensor) -> ScoreSums:
-    """``clip_cosine``: the mean cosine similarity of CLIP embeddings of images and texts, the CLIP score of MLPerf.   [N, D] twice"""
+    """``clip_cosine``: the mean cosine similarity of CLIP embeddings of images and texts, MLPerf's CLIP score.   [N, D] twice"""
     if images.shape != texts.shape or images.ndim != 2:
         raise DataError(f"CLIP: images are {list(images.shape)} and texts {list(texts.shape)}; expected [N, D] of both")
     return mean_sums("clip_cosine", torch.cosine_similarity(images.double(), texts.double()))
