@@ -10,17 +10,8 @@ from torch import Tensor, nn
 from hpcai.errors import DataError
 from hpcai.models.diffusion.blocks import FeedForward, TimeEmbedding, sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
-from hpcai.models.diffusion.config import DiTConfig
-from hpcai.models.diffusion.transformer import (
-    TIME_CHANNELS,
-    GELUProjection,
-    Modulation,
-    attend,
-    check_inputs,
-    init_weights,
-    modulate,
-    split_heads,
-)  # fmt: skip
+from hpcai.models.diffusion.config import TIME_CHANNELS, DiTConfig
+from hpcai.models.diffusion.transformer import GELUProjection, Modulation, attend, check_inputs, init_weights, modulate, split_heads
 from hpcai.nn.matmul import fused_linear
 from hpcai.nn.recompute import cheap, run_block
 from hpcai.nn.weights import PretrainedMixin
