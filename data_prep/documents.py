@@ -18,6 +18,7 @@ import json
 import lzma
 import re
 import string
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,9 +66,10 @@ class Piece:
 
     path: Path
     name: str                                   # relative to its SOURCE
-    begin: int
-    end: int
+    begin: int = 0
+    end: int = sys.maxsize
     split: str | None = None                    # the split of all its documents, if given
+    root: int = 0                               # index of its SOURCE
 
 
 def file_kind(path: Path) -> str:

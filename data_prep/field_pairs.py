@@ -206,9 +206,8 @@ def check_alignment(pairs: Pairs, high: Array, low: Array) -> None:
         if not 1 / SCALE < theirs.std() / ours.std() < SCALE or abs(theirs.mean() - ours.mean()) > SHIFT * ours.std():
             values = f"{theirs.mean():.4g} +- {theirs.std():.2g}, in {pairs.source.path} {ours.mean():.4g} +- {ours.std():.2g}"
             raise DataError(f"{where} is {values}; is it in another unit?")
-        similarity, ways = correlation(ours, theirs), {}
-        for dim, name in zip(sides, names):
-            ways[f"with {name} reversed"] = correlation(ours, np.flip(theirs, dim))
+        similarity = correlation(ours, theirs)
+        ways = {f"with {name} reversed": correlation(ours, np.flip(theirs, dim)) for dim, name in zip(sides, names)}
         spectra = [np.fft.fftn(x - x.mean(sides, keepdims=True), axes=sides) for x in (ours, theirs)]
         products = np.fft.ifftn(spectra[0] * spectra[1].conj(), axes=sides).real.mean(0)
         peak = np.unravel_index(products.argmax(), products.shape)

@@ -25,9 +25,6 @@ Mean and deviation are those of the first 16 universes, moments or trajectories 
 not change when a set grows, and are the same on any machine. All maps of one universe are in one split. Maps of one universe are
 not independent: they share the parameters, and slabs along two axes share the matter at their crossing.
 
-Converted samples are in the order of time: the first ones train, the last ones are held out. A channel of positive values has
-the logarithm or square root after which its distribution is least skewed; data_prep.standardize.
-
 A file is a pure function of the recipe and its universes: ranks, cores and interruptions change nothing in it.
 
 N rows of a file   C channels   S, s cells per dim   P parameters"""

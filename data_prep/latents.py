@@ -354,16 +354,12 @@ def _plan_encoding(
             raise ConfigError(f"{first.name}: an image, which needs an autoencoder; name one by --vae or --model")
         if first.image is None:
             raise DataError(f"{first.name}: no image and no latents; {captioned.REMEDY}")
-    folders = {name: getattr(cfg, name) if name in (*encoded, *stored) else None for name in ("tokens", "pooled")}
-    networks = replace(cfg, vae=cfg.vae if first.moments is None else None, tokens=folders["tokens"], pooled=folders["pooled"])
+    tokens, pooled = (getattr(cfg, name) if name in (*encoded, *stored) else None for name in ("tokens", "pooled"))
+    networks = replace(cfg, vae=cfg.vae if first.moments is None else None, tokens=tokens, pooled=pooled)
     shape, image, scale, shift = _layout(options, cfg, first)
-    shapes = {"moments": shape}
-    for name in ("tokens", "pooled"):
-        if name in stored:
-            shapes[name] = getattr(first, name).shape
-        elif name in encoded:
-            shapes[name] = _encoders().load_networks(networks).text_encoders[name].shape
-    fields = tuple((name, FIELDS[name]._replace(shape=tuple(shape))) for name, shape in shapes.items())
+    shapes = {"moments": shape} | {name: getattr(first, name).shape for name in stored}
+    shapes |= {name: _encoders().load_networks(networks).text_encoders[name].shape for name in encoded}
+    fields = tuple((name, field._replace(shape=tuple(shapes[name]))) for name, field in FIELDS.items() if name in shapes)
     size = None if first.moments is not None else options.size
     args = EncodeArgs(networks, size, options.enlarge, tuple(encoded), options.batch, options.workers, fields, options.skip_bad)
     header = {

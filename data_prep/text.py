@@ -140,26 +140,15 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 # ---- sources
 
 
-@dataclass(frozen=True)
-class Source:
-    """A source file, and its name relative to the given file or folder."""
-
-    path: Path
-    name: str
-    root: int                                   # index of the given file or folder
-    split: str | None = None
-    begin: int = 0                              # of the part of the file that this is, with the size of the part
-
-
-def find_sources(roots: Sequence[Path], held_out: Sequence[Path], only: Sequence[str], out: Path) -> list[Source]:
+def find_sources(roots: Sequence[Path], held_out: Sequence[Path], only: Sequence[str], out: Path) -> list[Piece]:
     """Return all files of ``roots``, and of ``held_out``, which are for validation."""
-    sources: list[Source] = []
+    sources: list[Piece] = []
     for number, root in enumerate([*roots, *held_out]):
         split = None if not held_out else SPLITS[number >= len(roots)]
         if root.is_dir() and out.resolve().is_relative_to(root.resolve()):
             raise ConfigError(f"{out}: OUT lies within SOURCE {root}; choose another OUT")
         if root.is_file():
-            sources.append(Source(root, root.name, number, split))
+            sources.append(Piece(root, root.name, split=split, root=number))
         elif root.is_dir():
             names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
             visible = [name for name in names if not any(part.startswith((".", "__pycache__")) for part in name.split("/"))]
@@ -167,34 +156,34 @@ def find_sources(roots: Sequence[Path], held_out: Sequence[Path], only: Sequence
             if not selected:
                 condition = f" that fits --only {' '.join(only)}" if only else ""
                 raise ConfigError(f"{root}: holds no file{condition}; name another SOURCE")
-            sources += [Source(root / name, name, number, split) for name in selected]
+            sources += [Piece(root / name, name, split=split, root=number) for name in selected]
         else:
             raise ConfigError(f"{root}: no such file or folder; name files or folders of text")
     return sources
 
 
-def library_sources() -> list[Source]:
+def library_sources() -> list[Piece]:
     """Return the source files of the standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    return [Source(root / name, name.as_posix(), 0) for name in names if not set(name.parts) & set(EXCLUDED)]
+    return [Piece(root / name, name.as_posix()) for name in names if not set(name.parts) & set(EXCLUDED)]
 
 
-def file_sizes(sources: Sequence[Source]) -> dict[str, Any]:
+def file_sizes(sources: Sequence[Piece]) -> dict[str, Any]:
     """Return the sizes and digests of files. Compressed files are read to their end."""
     return {"files": [documents.file_size(source.path) for source in sources]}
 
 
 def hold_out_ends(
-    sources: Sequence[Source], sizes: Sequence[Sequence[Any]], settings: TextSettings
-) -> tuple[Sequence[Source], Sequence[Sequence[Any]]]:
+    sources: Sequence[Piece], sizes: Sequence[Sequence[Any]], settings: TextSettings
+) -> tuple[Sequence[Piece], Sequence[Sequence[Any]]]:
     """Split few files in two parts, if the hashes of their names leave one split without a file."""
-    splits = {settings.draw(source.name, Piece(source.path, "", 0, 0, source.split)) < settings.held_out for source in sources}
+    splits = {settings.draw(source.name, source) < settings.held_out for source in sources}
     by_file = {documents.file_kind(source.path) for source in sources} <= {"text", "sequences", "aligned"}
     if settings.group or not settings.held_out or len(sources) >= FEW_FILES or len(splits) == 2 or not by_file:
         return sources, sizes
     fraction = min(max(settings.held_out, 8 * (settings.sequence + 1) / max(1, sum(size[1] for size in sizes))), 0.5)
-    parts: list[tuple[Source, Sequence[Any]]] = []
+    parts: list[tuple[Piece, Sequence[Any]]] = []
     for source, (_, length, digest) in zip(sources, sizes):
         cut = documents.find_cut(source.path, length, int(length * fraction))
         parts += [(replace(source, split=split, begin=begin), (end - begin, end - begin, digest))
@@ -211,7 +200,7 @@ class Shard:
     weight: int                                 # bytes of text
 
 
-def make_shards(sources: Sequence[Source], units: Sequence[int], weights: Sequence[int]) -> list[Shard]:
+def make_shards(sources: Sequence[Piece], units: Sequence[int], weights: Sequence[int]) -> list[Shard]:
     """Split large files into pieces, and join small ones."""
     shards: list[Shard] = []
     pieces: list[Piece] = []
@@ -232,7 +221,7 @@ def make_shards(sources: Sequence[Source], units: Sequence[int], weights: Sequen
         if count > 1 or weight + size > limit_bytes or len(pieces) == MAX_FILES:
             close()
         for begin, end in pairwise(unit_count * number // count for number in range(count + 1)):
-            pieces.append(Piece(source.path, source.name, source.begin + begin, source.begin + end, source.split))
+            pieces.append(replace(source, begin=source.begin + begin, end=source.begin + end))
             weight += size // count
             if count > 1:
                 close()
@@ -388,7 +377,7 @@ def python(options: argparse.Namespace) -> command.Plan:
     return _make_plan(options, library_sources(), [Path(f"Python {'.'.join(map(str, sys.version_info[:3]))}")])
 
 
-def _make_plan(options: argparse.Namespace, sources: Sequence[Source], roots: Sequence[Path]) -> command.Plan:
+def _make_plan(options: argparse.Namespace, sources: Sequence[Piece], roots: Sequence[Path]) -> command.Plan:
     load_tokenizer.cache_clear()
     settings, tokenizer, size = _parse_options(options)
     out = options.out
@@ -518,7 +507,7 @@ def _plan_files(
     return files, counts
 
 
-def _describe_sources(roots: Sequence[Path], sources: Sequence[Source], sizes: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+def _describe_sources(roots: Sequence[Path], sources: Sequence[Piece], sizes: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """Return the number of files, bytes of text and SHA-256 of each source. That of a folder is the hash of those of its files."""
     entries = []
     for number, root in enumerate(roots):

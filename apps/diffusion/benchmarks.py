@@ -31,7 +31,7 @@ from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
 from hpcai.models.diffusion import Batch, Diffusion, LatentsConfig, UNetConfig, blocks, loss, parallelize, score, unet
 from hpcai.models.diffusion.condition import Condition
-from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
+from hpcai.models.diffusion.load import to_config
 from hpcai.nn import Conv2d, GroupNorm, LayerNorm, periodic
 from hpcai.nn.conv import Conv3d
 
@@ -172,12 +172,9 @@ class _DiffusersNetwork(nn.Module):
         self.cfg, self.space, cells = cfg, blocks.Space(cfg.dims, cfg.periodic), cfg.patch**cfg.dims
         inputs, outputs = cells * (cfg.inputs + cfg.field), cells * cfg.outputs
         same = cfg.model_copy(update={"inputs": inputs, "outputs": outputs, "field": 0, "patch": 1, "periodic": ()})
-        name, kwargs = next(
-            ((name, kwargs) for name, kind in DIFFUSERS_CLASSES.items() if (kwargs := kind.to_config(same))), (None, None)
-        )
-        if name is None or len({*cfg.periodic}) > 1:
+        if (config := to_config(same)) is None or len({*cfg.periodic}) > 1:
             raise ConfigError(f"diffusers has no network for model.unet {cfg!r}; leave --peers out")
-        self.net = getattr(import_module("diffusers"), name).from_config(kwargs)
+        self.net = getattr(import_module("diffusers"), config["_class_name"]).from_config(config)
         for part in self.net.modules() if any(cfg.periodic) else ():
             if isinstance(part, nn.Conv2d):
                 part.padding_mode = "circular"

@@ -6,7 +6,7 @@ B images or texts, H and W pixels, F features, J channels of CLIP's joint embedd
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,24 +21,17 @@ from hpcai.json_file import check_fields, read_object
 _EXPECTED = "settings of a CLIP saved by transformers"
 
 
-class Statistics(NamedTuple):
-    """Mean and covariance of the features of true images."""
-
-    mean: Tensor
-    """[F]"""
-    covariance: Tensor
-    """[F, F]"""
-
-
-def read_statistics(path: Path) -> Statistics:
-    """Read an .npz with mu and sigma, as written by MLPerf and pytorch-fid. Raises DataError for other contents."""
+def read_statistics(path: Path) -> tuple[Tensor, Tensor]:
+    """Return mean [F] and covariance [F, F] of the features of true images from an .npz with mu and sigma, as written by MLPerf and
+    pytorch-fid. Raises DataError for other contents."""
     try:
         content = arrays(path, {"mu": "real F", "sigma": "real F F"})
         if not all(np.isfinite(x).all() for x in content.values()):
             raise DataError("mu or sigma has elements that are not finite")
     except Exception as problem:  # zipfile raises its own errors for a damaged file
         raise DataError(f"{path}: {problem}; expected an .npz with mu [F] and sigma [F, F] of features") from problem
-    return Statistics(*(torch.from_numpy(content[name].astype(np.float64)) for name in ("mu", "sigma")))
+    mean, covariance = (torch.from_numpy(content[name].astype(np.float64)) for name in ("mu", "sigma"))
+    return mean, covariance
 
 
 class Features:

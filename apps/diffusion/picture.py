@@ -55,9 +55,8 @@ class Ensembles:
         truth, members = self.truth[:, lead, channel].double(), self.members[:, :, lead, channel].double()
         weights, error, single = self.weights[channel], members.mean(0) - truth, self.single[:, lead, channel] - truth
         sigma = max(math.sqrt((weights * single.square()).mean()), 1e-12)
-        z = single / sigma
-        dressed = z * torch.erf(z / math.sqrt(2)) + math.sqrt(2 / math.pi) * torch.exp(-z.square() / 2) - 1 / math.sqrt(math.pi)
-        cells = scores.crps(members, truth, fair=True), sigma * dressed, single.abs(), error.abs(), members.var(0), error.square()
+        dressed = scores.gaussian_crps(self.single[:, lead, channel], sigma, truth)
+        cells = scores.crps(members, truth, fair=True), dressed, single.abs(), error.abs(), members.var(0), error.square()
         *means, variance, square = (float((weights * values).mean()) for values in cells)
         spread = math.sqrt((1 + 1 / len(members)) * variance / max(square, 1e-24))
         return dict(zip(("crps", "dressed", "single", "mean", "spread"), (*means, spread)))
@@ -199,7 +198,7 @@ def _power(figure: Figure, ensembles: Ensembles, channel: int, theme: Theme) -> 
 
 def _ranks(figure: Figure, ensembles: Ensembles, channel: int, theme: Theme) -> None:
     axes, seen = figure.subplots(), ensembles.weights[channel] > 0
-    (counts, *_), _ = scores.rank_sums(ensembles.members[:, :, -1, channel, seen], ensembles.truth[:, -1, channel, seen])
+    counts = scores.rank_histogram(ensembles.members[:, :, -1, channel, seen], ensembles.truth[:, -1, channel, seen])
     share = (counts / counts.sum() * len(counts)).numpy()
     axes.bar(np.arange(len(share)), share, width=0.9, color=theme.main)
     axes.axhline(1.0, color=theme.ink, linewidth=1)

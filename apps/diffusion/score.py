@@ -26,7 +26,7 @@ from apps.diffusion.mlperf import BENCHMARKS
 from apps.diffusion.settings import AxesConfig, Config
 from hpcai import config, log
 from hpcai.config import PositiveInt, Settings
-from hpcai.errors import ConfigError, DataError, HpcaiError
+from hpcai.errors import ConfigError, DataError
 from hpcai.mllog import judge_checkpoint
 from hpcai.models.diffusion import SamplerConfig
 
@@ -124,28 +124,21 @@ class Weights(NamedTuple):
 def iterate_weights(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
     """Yield the weights to evaluate. Rank 0 exports those of a checkpoint into a temporary file in the folder of the run. Raises
     DataError for a run without checkpoints, or if one is missing in its events."""
-    from hpcai.dist.collectives import broadcast_object
+    from hpcai.dist.collectives import broadcast_from_first
     from hpcai.train.checkpoint_reader import export, list_checkpoints, step_number
 
     if not cfg.checkpoints:
         yield Weights(cfg.weights)
         return
     times = {event["step"]: event["time"] for event in log.read_metrics(cfg.weights / log.METRICS) if event["kind"] == "checkpoint"}
-    checkpoints = broadcast_object(list_checkpoints(cfg.weights / "checkpoints") if mesh.is_first else [], mesh.peers)
+    checkpoints = broadcast_from_first(lambda: list_checkpoints(cfg.weights / "checkpoints"), mesh.peers)
     if not checkpoints or (unknown := [path for path in checkpoints if step_number(path) not in times]):
         what = f"{unknown[0]}: not in {log.METRICS}" if checkpoints else f"{cfg.weights}: has no checkpoint"
         raise DataError(f"{what}; give weights=RUN of a run that has kept some, or leave checkpoints out")
     path = cfg.weights / ".judged.safetensors"
     try:
         for checkpoint in checkpoints:
-            problem = ""
-            try:
-                if mesh.is_first:
-                    export(checkpoint, path)
-            except (HpcaiError, OSError) as error:
-                problem = str(error)
-            if problem := broadcast_object(problem, mesh.peers):
-                raise DataError(problem)
+            broadcast_from_first(partial(export, checkpoint, path), mesh.peers)
             yield Weights(path, step_number(checkpoint), times[step_number(checkpoint)])
     finally:
         if mesh.is_first:
@@ -205,13 +198,13 @@ class Scorer:
     def __init__(self, cfg: ScoreConfig, mesh: Any) -> None:
         from apps.diffusion.feature_networks import Clip, Features, read_statistics
         from data_prep import encoders
-        from hpcai.dist.collectives import broadcast_object
+        from hpcai.dist.collectives import broadcast_from_first
         from hpcai.train.auto_settings import has_fast_bf16
 
         assert cfg.captions is not None
         mesh.check_axes("score", "replicate", "tensor")
         self.cfg, self.mesh = cfg, mesh
-        self.captions: list[str] = broadcast_object(read_captions(cfg.captions, cfg.count) if mesh.is_first else [], mesh.peers)
+        self.captions = broadcast_from_first(partial(read_captions, cfg.captions, cfg.count), mesh.peers)
         on_gpu = mesh.device.type == "cuda"
         self.use_bf16 = cfg.precision == "bf16" or (cfg.precision == "auto" and on_gpu and has_fast_bf16(mesh.device))
         self.true_statistics = None if cfg.statistics is None else read_statistics(cfg.statistics)

@@ -9,6 +9,7 @@ from hpcai.settings import LoRAConfig
 
 Recompute = Literal["none", "selective", "layers"]
 Levels = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+TIME_CHANNELS = 256  # of the sinusoidal embedding of times in transformers
 
 
 class UNetConfig(Settings):

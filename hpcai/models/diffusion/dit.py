@@ -10,17 +10,8 @@ from torch import Tensor, nn
 from hpcai.errors import DataError
 from hpcai.models.diffusion.blocks import FeedForward, TimeEmbedding, sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
-from hpcai.models.diffusion.config import DiTConfig
-from hpcai.models.diffusion.transformer import (
-    TIME_CHANNELS,
-    GELUProjection,
-    Modulation,
-    attend,
-    check_inputs,
-    init_weights,
-    modulate,
-    split_heads,
-)  # fmt: skip
+from hpcai.models.diffusion.config import TIME_CHANNELS, DiTConfig
+from hpcai.models.diffusion.transformer import GELUProjection, Modulation, attend, check_inputs, init_weights, modulate, split_heads
 from hpcai.nn.matmul import fused_linear
 from hpcai.nn.recompute import cheap, run_block
 from hpcai.nn.weights import PretrainedMixin
@@ -37,26 +28,16 @@ class PatchEmbed(nn.Module):
         return self.proj(x).flatten(2).transpose(1, 2) + position_embedding(self.cfg, x.dtype, x.device)
 
 
-class ClassEmbed(nn.Module):
-    """class indices [B] -> [B, C]"""
-
-    def __init__(self, classes: int, channels: int) -> None:
-        super().__init__()
-        self.embedding_table = nn.Embedding(classes + 1, channels)  # the last: no class
-
-    def forward(self, classes: Tensor) -> Tensor:
-        return self.embedding_table(classes)
-
-
 class CombinedTimestepLabelEmbeddings(nn.Module):
     """The conditioning embedding of adaptive layer norm: time and class.   sinusoidal time [B, 256], classes [B] -> [B, C]"""
 
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
-        self.timestep_embedder, self.class_embedder = TimeEmbedding(TIME_CHANNELS, cfg.width), ClassEmbed(cfg.classes, cfg.width)
+        self.timestep_embedder = TimeEmbedding(TIME_CHANNELS, cfg.width)
+        self.class_embedder = nn.ModuleDict({"embedding_table": nn.Embedding(cfg.classes + 1, cfg.width)})  # the last: no class
 
     def forward(self, time: Tensor, classes: Tensor) -> Tensor:
-        return self.timestep_embedder(time) + self.class_embedder(classes)
+        return self.timestep_embedder(time) + self.class_embedder["embedding_table"](classes)
 
 
 class Attention(nn.Module):

@@ -12,17 +12,8 @@ from hpcai.kernels.activations import gelu
 from hpcai.kernels.rotary import apply_rotary
 from hpcai.models.diffusion.blocks import FeedForward, TimeEmbedding, sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
-from hpcai.models.diffusion.config import FluxConfig
-from hpcai.models.diffusion.transformer import (
-    TIME_CHANNELS,
-    GELUProjection,
-    Modulation,
-    attend,
-    check_inputs,
-    init_weights,
-    modulate,
-    split_heads,
-)  # fmt: skip
+from hpcai.models.diffusion.config import TIME_CHANNELS, FluxConfig
+from hpcai.models.diffusion.transformer import GELUProjection, Modulation, attend, check_inputs, init_weights, modulate, split_heads
 from hpcai.nn.matmul import fused_linear
 from hpcai.nn.recompute import cheap, run_block
 from hpcai.nn.rmsnorm import RMSNorm

@@ -32,13 +32,14 @@ _RUN_SETTINGS = {"dropout", "recompute", "zero"}  # settings of a run, which may
 _VERSION = "0.42.1"  # of diffusers
 _LEGACY_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # in older autoencoders
 _LEGACY_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
+_MATRICES = tuple(f".{name}.weight" for name in ("proj_in", "proj_out", "to_q", "to_k", "to_v", "to_out.0"))
 _IGNORED = {"sample_size", "force_upcast", "upcast_attention", "addition_time_embed_dim", "addition_embed_type_num_heads"}
 
 State = dict[str, Tensor]
 NameMap = Mapping[str, Sequence[Any]]  # name in diffusers -> our name, and the default of one that is not required
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_text(encoding="utf-8"))
 """names of settings, fixed values of those that our networks do not have, and the settings of U-Nets that are read"""
-_UNET_FIXED, _UNET_2D_FIXED = (TABLES["unet fixed"] | TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel"))
+_UNET_FIXED = {name: TABLES["unet fixed"] | TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel")}
 _UNET, _UNET_READ, _BLOCKS = (TABLES[f"unet {name}"] for name in ("names", "read", "blocks"))
 _VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
 
@@ -52,8 +53,6 @@ class DiffusersClass(NamedTuple):
     """config.json -> settings; the path is for errors. Raises ConfigError for options that our network does not support."""
     to_config: Callable[[Any], dict[str, Any] | None]
     """settings -> config.json, or None if they do not belong to this class"""
-    from_names: Callable[[State], State]
-    """weights by names of diffusers -> by our names, which diffusers reads too"""
 
 
 def read_folder(path: str | Path) -> tuple[Settings, State]:
@@ -68,7 +67,7 @@ def read_folder(path: str | Path) -> tuple[Settings, State]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(f"{lazy.path}: {name} holds {dtype}; expected floating-point numbers: fetch or save it again")
         tensors[name] = tensor
-    state = kind.from_names(tensors)
+    state = _update_names(tensors)
     weights.check_claims(path / CONFIG, cfg, {name: x.shape for name, x in state.items()})
     with torch.device("meta"):
         expected = kind.network(cfg).state_dict()
@@ -90,10 +89,9 @@ def load_network(path: str | Path) -> Any:
     kind, _ = _settings(Path(path))
     with torch.device("meta"):
         network = kind.network(cfg)
-    copies = {name: torch.empty_like(x, device="cpu", dtype=state[name].dtype) for name, x in network.state_dict().items()}
-    for name, tensor in copies.items():
-        tensor.copy_(state.pop(name))
-    network.load_state_dict(copies, assign=True)
+    for name, like in network.state_dict().items():
+        state[name] = torch.empty_like(like, device="cpu", dtype=state[name].dtype).copy_(state[name])
+    network.load_state_dict(state, assign=True)
     return network.eval()
 
 
@@ -126,13 +124,24 @@ def load_deferred(model: "Diffusion", path: str | Path, shard: Callable[["Diffus
 def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, shard: int = _SHARD_BYTES) -> None:
     """Write weights and settings as a folder of diffusers: config.json, and safetensors files of at most ``shard`` bytes, with an
     index if there are several. Raises CheckpointError for settings without a class in diffusers."""
-    kind, config = to_config(cfg)
-    if kind is None:
+    if (config := to_config(cfg)) is None:
         raise CheckpointError(f"{folder}: diffusers has no class for these settings of a {type(cfg).__name__}: {_reason(cfg)}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_sharded(dict(state), folder, FILE, shard)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _update_names(state: State) -> State:
+    """Convert names of attention weights in older files, and 1 x 1 convolutions in place of its matrices and projections."""
+    updated: State = {}
+    for name, tensor in state.items():
+        if match := _LEGACY_ATTENTION.fullmatch(name):
+            prefix, old, kind = match.groups()
+            name = f"{prefix}.{_LEGACY_NAMES[old]}.{kind}"
+        is_convolution = name.endswith(_MATRICES) and tensor.ndim > 2 and tensor.shape[2:].numel() == 1
+        updated[name] = tensor.flatten(1) if is_convolution else tensor
+    return updated
 
 
 def _find_weights(folder: Path) -> Path:
@@ -160,10 +169,9 @@ def from_config(config: Mapping[str, Any], path: Path) -> tuple[DiffusersClass, 
         return DIFFUSERS_CLASSES[name], DIFFUSERS_CLASSES[name].from_config(config, path)
 
 
-def to_config(cfg: Settings) -> tuple[DiffusersClass | None, dict[str, Any]]:
-    """Return the class and config.json of settings, or (None, {}) if diffusers has no class for them."""
-    converted = ((kind, config) for kind in DIFFUSERS_CLASSES.values() if (config := kind.to_config(cfg)) is not None)
-    return next(converted, (None, {}))
+def to_config(cfg: Settings) -> dict[str, Any] | None:
+    """Return config.json of settings, or None if diffusers has no class for them."""
+    return next((config for kind in DIFFUSERS_CLASSES.values() if (config := kind.to_config(cfg)) is not None), None)
 
 
 def _summarize(names: Sequence[str]) -> str:
@@ -238,7 +246,7 @@ def _read_unet(config: Mapping[str, Any], path: Path, kind: str, fixed: Mapping[
 
 
 def _from_unet_condition(config: Mapping[str, Any], path: Path) -> UNetConfig:
-    common = _read_unet(config, path, "cross", _UNET_FIXED, "cross_attention_dim", "use_linear_projection")
+    common = _read_unet(config, path, "cross", _UNET_FIXED["UNet2DConditionModel"], "cross_attention_dim", "use_linear_projection")
     levels = len(common["channels"])
     _check_levels(config, path, ("cross_attention_dim",), levels)
     heads = config.get("attention_head_dim", 8)  # the number of heads, in this class
@@ -248,7 +256,7 @@ def _from_unet_condition(config: Mapping[str, Any], path: Path) -> UNetConfig:
 
 
 def _from_unet_2d(config: Mapping[str, Any], path: Path) -> UNetConfig:
-    common = _read_unet(config, path, "self", _UNET_2D_FIXED | {"attn_norm_num_groups": None}, "add_attention")
+    common = _read_unet(config, path, "self", _UNET_FIXED["UNet2DModel"] | {"attn_norm_num_groups": None}, "add_attention")
     size = config.get("attention_head_dim", 8)
     channels = common["channels"]
     if not config.get("add_attention", True):
@@ -262,26 +270,20 @@ def _from_unet_2d(config: Mapping[str, Any], path: Path) -> UNetConfig:
     return UNetConfig(**common, heads=tuple(heads), tokens=None)
 
 
-def _write_unet(kind: str, cfg: UNetConfig, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of config.json that both classes have in common."""
+def _to_unet(kind: str, cfg: Any) -> dict[str, Any] | None:
+    is_conditional = kind == "UNet2DConditionModel"
+    if not isinstance(cfg, UNetConfig) or is_conditional != (cfg.middle == "cross") or _reason(cfg):
+        return None
     blocks = [_BLOCKS[attention].format("Down") for attention in cfg.attention]
     up = [name.replace("Down", "Up") for name in reversed(blocks)]
     own = {"sample_size": None, "in_channels": cfg.inputs + cfg.field, "down_block_types": blocks, "up_block_types": up}
-    return _to_diffusers(kind, cfg, _UNET, fixed) | own | ({"field_channels": cfg.field} if cfg.field else {})
-
-
-def _to_unet_condition(cfg: Any) -> dict[str, Any] | None:
-    if not isinstance(cfg, UNetConfig) or cfg.middle != "cross" or _reason(cfg):
-        return None
-    own = {"attention_head_dim": list(cfg.heads), "cross_attention_dim": cfg.tokens, "use_linear_projection": True}
-    return _write_unet("UNet2DConditionModel", cfg, _UNET_FIXED) | own
-
-
-def _to_unet_2d(cfg: Any) -> dict[str, Any] | None:
-    if not isinstance(cfg, UNetConfig) or cfg.middle == "cross" or _reason(cfg):
-        return None
-    own = {"attention_head_dim": next(iter(_head_sizes(cfg)), 8), "add_attention": cfg.middle == "self"}
-    return _write_unet("UNet2DModel", cfg, _UNET_2D_FIXED) | own
+    if cfg.field:
+        own["field_channels"] = cfg.field
+    if is_conditional:
+        own |= {"attention_head_dim": list(cfg.heads), "cross_attention_dim": cfg.tokens, "use_linear_projection": True}
+    else:
+        own |= {"attention_head_dim": next(iter(_head_sizes(cfg)), 8), "add_attention": cfg.middle == "self"}
+    return _to_diffusers(kind, cfg, _UNET, _UNET_FIXED[kind]) | own
 
 
 def _head_sizes(cfg: UNetConfig) -> set[int]:
@@ -306,12 +308,6 @@ def _reason(cfg: Any) -> str:
     return "parameters" if cfg.parameters else "periodic" if any(cfg.periodic) else ""
 
 
-def _flatten_projections(state: State) -> State:
-    """Convert projections before and after transformers to matrices: some files have 1 x 1 convolutions."""
-    ends = (".proj_in.weight", ".proj_out.weight")
-    return {name: x.flatten(1) if name.endswith(ends) and x.shape[2:].numel() == 1 else x for name, x in state.items()}
-
-
 # ---- autoencoders
 
 
@@ -330,18 +326,6 @@ def _to_vae(cfg: Any) -> dict[str, Any] | None:
     config = _to_diffusers("AutoencoderKL", cfg, _VAE, _VAE_FIXED)
     blocks = {name: [_VAE_FIXED[name]] * len(cfg.channels) for name in ("down_block_types", "up_block_types")}
     return config | blocks | {"shift_factor": cfg.shift or None, "use_post_quant_conv": cfg.quantised}
-
-
-def _update_names(state: State) -> State:
-    """Convert names and shapes of attention weights in older files."""
-    updated: State = {}
-    for name, tensor in state.items():
-        if match := _LEGACY_ATTENTION.fullmatch(name):
-            prefix, old, kind = match.groups()
-            name = f"{prefix}.{_LEGACY_NAMES[old]}.{kind}"
-        is_matrix = re.fullmatch(r".*\.attentions\.\d+\.to_(q|k|v|out\.0)\.weight", name) is not None
-        updated[name] = tensor.flatten(1) if is_matrix else tensor
-    return updated
 
 
 # ---- transformers
@@ -369,14 +353,14 @@ def _to_flux(cfg: Any) -> dict[str, Any] | None:
 
 
 DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
-    "UNet2DConditionModel": DiffusersClass(UNet, _from_unet_condition, _to_unet_condition, _flatten_projections),
-    "UNet2DModel": DiffusersClass(UNet, _from_unet_2d, _to_unet_2d, dict),
-    "AutoencoderKL": DiffusersClass(VAE, _from_vae, _to_vae, _update_names),
-    "DiTTransformer2DModel": DiffusersClass(DiT, _from_dit, _to_dit, dict),
+    "UNet2DConditionModel": DiffusersClass(UNet, _from_unet_condition, partial(_to_unet, "UNet2DConditionModel")),
+    "UNet2DModel": DiffusersClass(UNet, _from_unet_2d, partial(_to_unet, "UNet2DModel")),
+    "AutoencoderKL": DiffusersClass(VAE, _from_vae, _to_vae),
+    "DiTTransformer2DModel": DiffusersClass(DiT, _from_dit, _to_dit),
     "Transformer2DModel": DiffusersClass(  # DiT in older files, whose defaults are not those of a DiT
-        DiT, partial(_from_dit, defaults=TABLES["Transformer2DModel defaults"]), lambda cfg: None, dict
+        DiT, partial(_from_dit, defaults=TABLES["Transformer2DModel defaults"]), lambda cfg: None
     ),
-    "FluxTransformer2DModel": DiffusersClass(Flux, _from_flux, _to_flux, dict),
+    "FluxTransformer2DModel": DiffusersClass(Flux, _from_flux, _to_flux),
 }
 
 

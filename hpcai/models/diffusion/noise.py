@@ -47,11 +47,10 @@ def normals(
 
 
 def uniforms(
-    seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), *, box: Box | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
-    """Return uniform numbers in [0, 1), with the arguments of ``normals``.   [B, *size], or [B, *box]"""
-    return _draw(philox.uniform, seed, use, index, epoch, size, box, dtype)
+    seed: int, use: int, index: Tensor, epoch: Tensor | int, size: Sequence[int] = (), dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return uniform numbers in [0, 1), with the arguments of ``normals``.   [B, *size]"""
+    return _draw(philox.uniform, seed, use, index, epoch, size, None, dtype)
 
 
 def _draw(

@@ -74,15 +74,14 @@ def _within_quantiles(x: Tensor, y: Tensor, level: float) -> Tensor:
     return (bounds[0] <= y) & (y <= bounds[1])
 
 
-def rank_sums(members: Tensor, observed: Tensor) -> ScoreSums:
-    """Rank histogram (Hamill 2001): ``rank_<k>`` is the fraction of pixels with k members below the observation, flat if members
-    and observation have the same distribution. If t members equal it, each of its t + 1 possible ranks counts 1 / (t + 1).
-    [M, B, P], [B, P]; sums [M + 1] float64"""
+def rank_histogram(members: Tensor, observed: Tensor) -> Tensor:
+    """Return the number of pixels with k members below the observation (Hamill 2001), equal for all k if members and observation
+    have the same distribution. If t members equal it, each of its t + 1 possible ranks counts 1 / (t + 1).
+    [M, B, P], [B, P] -> [M + 1] float64"""
     x, y = _check_pair(members, observed, 1)
     below, equal = ((x < y).sum(0).flatten(), (x == y).sum(0).flatten())
     ranks = torch.arange(len(x) + 1, device=x.device)[:, None]
-    weights = ((ranks >= below) & (ranks <= below + equal)).to(x.dtype) / (equal + 1)
-    return (weights.sum(1),), lambda counts: {f"rank_{k}": part for k, part in enumerate((counts / counts.sum()).tolist())}
+    return (((ranks >= below) & (ranks <= below + equal)).to(x.dtype) / (equal + 1)).sum(1)
 
 
 def _check_pair(members: Tensor, observed: Tensor, least: int) -> tuple[Tensor, Tensor]:
@@ -100,8 +99,6 @@ class Shells(NamedTuple):
 
     center: Tensor
     """[S] in radians per unit of length"""
-    mean: Tensor
-    """[S] mean wave number of the modes"""
     modes: Tensor
     """[S] number of modes"""
     shell: Tensor
@@ -133,9 +130,8 @@ def shells(sizes: Sequence[int], lengths: Sequence[float] | float = 1.0, device:
     # 1e-9: a whole number of widths may be rounded down.
     count = int(min(math.pi * 2 * (n // 2) / side for n, side in zip(sizes, sides)) / width + 1e-9) + 1
     shell = (k / width + 0.5).floor().long().clamp(max=count)
-    modes, total = (_sum_by_shell(x[None], shell, count)[0] for x in (multiplicity, multiplicity * k))
-    center = torch.arange(count, **kwargs) * width
-    return Shells(center, total / modes.clamp(min=1), modes.round().long(), shell, multiplicity, tuple(sizes), math.prod(sides))
+    modes = _sum_by_shell(multiplicity[None], shell, count)[0].round().long()
+    return Shells(torch.arange(count, **kwargs) * width, modes, shell, multiplicity, tuple(sizes), math.prod(sides))
 
 
 def spectrum(fields: Tensor, bins: Shells) -> Tensor:
@@ -221,16 +217,7 @@ def frechet(a: Tensor, s: Tensor, b: Tensor, t: Tensor) -> float:
 
 
 def clip_sums(images: Tensor, texts: Tensor) -> ScoreSums:
-    """Scores of the cosine similarity of CLIP embeddings of images and texts: ``clip_cosine``, its mean, the CLIP score of MLPerf;
-    ``clip_score``, the mean of max(100 cos, 0); ``clip_score_of_mean``, max(100 mean, 0); ``clip_s``, the mean of 2.5 max(cos, 0)
-    (Hessel et al. 2021).   [N, D] twice"""
+    """``clip_cosine``: the mean cosine similarity of CLIP embeddings of images and texts, MLPerf's CLIP score.   [N, D] twice"""
     if images.shape != texts.shape or images.ndim != 2:
         raise DataError(f"CLIP: images are {list(images.shape)} and texts {list(texts.shape)}; expected [N, D] of both")
-    x, y = (torch.nn.functional.normalize(z.double(), dim=1) for z in (images, texts))
-    cosine = (x * y).sum(1)
-    return (torch.stack((cosine.sum(), cosine.clamp(min=0).sum(), cosine.new_full((), len(cosine)))),), _finish_clip
-
-
-def _finish_clip(sums: Tensor) -> dict[str, float]:
-    mean, positive = (sums[:2] / sums[2]).tolist()
-    return {"clip_cosine": mean, "clip_score": 100 * positive, "clip_score_of_mean": max(100 * mean, 0.0), "clip_s": 2.5 * positive}
+    return mean_sums("clip_cosine", torch.cosine_similarity(images.double(), texts.double()))

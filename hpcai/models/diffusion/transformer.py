@@ -19,7 +19,6 @@ from hpcai.kernels.triton_support import needs_plain_ops
 from hpcai.models.diffusion.condition import Condition
 from hpcai.nn.recompute import cheap
 
-TIME_CHANNELS = 256  # of the sinusoidal embedding of times
 _ZERO_INIT, _EMBEDDINGS = re.compile(r"(.*\.)?norm\w*\.linear\.|proj_out"), re.compile(r"time_text_embed|norm1\.emb")
 
 

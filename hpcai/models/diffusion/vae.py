@@ -6,7 +6,6 @@ Parameters have the names of diffusers' AutoencoderKL. B images, L channels of a
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from hpcai.errors import DataError
@@ -34,12 +33,9 @@ class Latents(NamedTuple):
         """[B, L, h, w], from -30 to 20"""
         return self.moments.chunk(2, 1)[1].clamp(-30.0, 20.0)
 
-    def sample(self, noise: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """Sample latents, from standard normal ``noise`` [B, L, h, w] or ``generator``."""
-        mean = self.mean
-        if noise is None:
-            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-        return mean + (0.5 * self.logvar).exp() * noise
+    def sample(self, noise: Tensor) -> Tensor:
+        """Sample latents, from standard normal ``noise`` [B, L, h, w]."""
+        return self.mean + (0.5 * self.logvar).exp() * noise
 
 
 class Level(nn.Module):
@@ -114,8 +110,8 @@ def _run_layers(coder: Encoder | Decoder, parts: Sequence[nn.Module], x: Tensor)
 class VAE(nn.Module):
     """images [B, 3, H, W] in [-1, 1] -> images, reconstructed from the means of their latents, in channels-last memory
 
-    Inputs of a diffusion model are ``vae.scale_latents(vae.encode(images).sample())``; its samples are decoded by
-    ``vae.decode(vae.unscale_latents(x))``. Raises DataError for other channels, and for images too small for the encoder.
+    Inputs of a diffusion model are (latent - ``cfg.shift``) * ``cfg.scale``, of about unit variance. Raises DataError for other
+    channels, and for images too small for the encoder.
     """
 
     def __init__(self, cfg: VAEConfig | None = None) -> None:
@@ -143,11 +139,3 @@ class VAE(nn.Module):
         if latents.ndim != 4 or latents.shape[1] != self.cfg.latents:
             raise DataError(f"latents have shape {list(latents.shape)}; expected [B, {self.cfg.latents}, h, w]")
         return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(channels_last(latents)))
-
-    def scale_latents(self, latents: Tensor) -> Tensor:
-        """Return (latents - shift) * scale, of about unit variance, for diffusion models.   [B, L, h, w] -> the same"""
-        return (latents - self.cfg.shift) * self.cfg.scale
-
-    def unscale_latents(self, x: Tensor) -> Tensor:
-        """Invert ``scale_latents``.   [B, L, h, w] -> the same"""
-        return x / self.cfg.scale + self.cfg.shift

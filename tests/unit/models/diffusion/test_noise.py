@@ -45,14 +45,13 @@ def test_noise_does_not_depend_on_order_and_batch(draw: Callable[..., Tensor], d
 
 
 @DTYPES
-@DRAWS
-def test_noise_of_a_box_is_a_slice_of_the_full_sample(draw: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    full = draw(11, NOISE, INDEX, EPOCH, SIZE, dtype=dtype)
+def test_noise_of_a_box_is_a_slice_of_the_full_sample(dtype: torch.dtype) -> None:
+    full = normals(11, NOISE, INDEX, EPOCH, SIZE, dtype=dtype)
     choices = [(slice(None), slice(a, a + 1 + n // 2), slice(n - 1, n), slice(1, 1)) for n, a in zip(SIZE, (1, 2, 1, 3))]
     for box in product(*choices):
-        part = draw(11, NOISE, INDEX, EPOCH, SIZE, box=box, dtype=dtype)
+        part = normals(11, NOISE, INDEX, EPOCH, SIZE, box=box, dtype=dtype)
         assert torch.equal(part, full[(slice(None), *box)]), box
-    assert torch.equal(draw(11, NOISE, INDEX, EPOCH, SIZE, box=(slice(-1, None),), dtype=dtype), full[:, -1:])
+    assert torch.equal(normals(11, NOISE, INDEX, EPOCH, SIZE, box=(slice(-1, None),), dtype=dtype), full[:, -1:])
 
 
 def test_no_two_values_of_a_run_share_bits(monkeypatch: pytest.MonkeyPatch) -> None:
