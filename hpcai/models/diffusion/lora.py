@@ -35,8 +35,8 @@ def adapt(model: Diffusion, cfg: DiffusionLoRAConfig) -> Diffusion:
     if cfg.modules_to_save:
         raise ConfigError(f"modules_to_save has {cfg.modules_to_save[0]}; files of diffusers hold adapters alone: leave it out")
     if cfg.targets == DiffusionLoRAConfig().targets:
-        found = sorted({longest_end(name, cfg.targets) for name in _linear_sizes(model)} - {""})
-        cfg = cfg.model_copy(update={"targets": tuple(found) or cfg.targets})
+        targets = sorted({longest_end(name, cfg.targets) for name in _linear_sizes(model)} - {""})
+        cfg = cfg.model_copy(update={"targets": tuple(targets) or cfg.targets})
     return lora.adapt(model, cfg)
 
 
