@@ -100,13 +100,13 @@ def _names_of(folder: Path, suffixes: Collection[str]) -> list[str]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder at any depth but hidden ones. Symbolic links are followed, to each folder once."""
+    """Yield the paths in a folder at any depth but hidden ones. Symbolic links are followed, to each folder once."""
     seen = set[str]()
     for root, folders, files in os.walk(folder, followlinks=True):
         is_new = (real := os.path.realpath(root)) not in seen
         seen.add(real)
         folders[:] = sorted(name for name in folders if is_new and not name.startswith("."))
-        yield from (Path(root, name) for name in files if is_new and not name.startswith("."))
+        yield from (Path(root, name) for name in (*folders, *files) if is_new and not name.startswith("."))
 
 
 def list_unread(shards: Sequence[Shard]) -> list[tuple[str, str]]:

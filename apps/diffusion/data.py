@@ -67,7 +67,8 @@ class Fields(Samples):
         self, rows: Rows, turn: int | None = None, count: int | None = None, box: Sequence[slice] = (), leads: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(rows, count)
-        self.turn, self.box, self.replicated, metadata = turn, box, not box, rows.metadata
+        self.turn, self.box, self.replicated = turn, box, not box
+        metadata = getattr(rows, "metadata", {})  # samples of a benchmark have none
         self._has_static = bool(metadata.get("static") or metadata.get("weighted"))
         if turn is not None or box:
             self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], metadata["periodic"], metadata["factor"]
@@ -245,7 +246,7 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
         if mean is None or mean.objective.prediction_type != "regression" or mean.fields != fields:
             needed = f"one with objective.prediction_type regression, trained on {rows.folder.parent}"
             raise DataError(f"{path}: is another model; expected {needed}")
-        model = model.model_copy(update={"mean": mean, "residual": model.residual or "measured"})
+        model = model.model_copy(update={"mean": mean.model_dump(), "residual": model.residual or "measured"})
     if model.residual == "measured":
         residual = broadcast_from_first(partial(measure_residual, cfg, model, rows), rows.axis)
         model = model.model_copy(update={"residual": residual})

@@ -114,7 +114,7 @@ def build_model(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
         fields = FieldsConfig(**units, static=("z",), weighted=True, interval=(1.0, "hours"))
         mean = shape.model_copy(update={"fields": fields, "residual": (0.5, 0.7), "sampler": EULER, "unconditional": 0.0})
         mean = mean.model_copy(update={"objective": ObjectiveConfig(prediction_type="regression")})
-        shape = mean.model_copy(update={"objective": shape.objective, "mean": mean})
+        shape = mean.model_copy(update={"objective": shape.objective, "mean": mean.model_dump()})
     model = Diffusion(shape, seed=3)
     for part in filter(None, (model, model.mean)):
         part.network = network(cfg)

@@ -11,7 +11,7 @@ from hpcai.errors import DivergedError
 from hpcai.models import cosmoflow
 from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.settings import StepConfig, TrainConfig
-from hpcai.train.capture import _Reads
+from hpcai.train.capture import _Watch
 from hpcai.train.loop import fit
 from hpcai.train.replica_check import _BLOCK, fingerprint
 from hpcai.train.step import Step
@@ -124,9 +124,9 @@ def first_divergent(mesh: Mesh) -> list[int]:
     """Return the first divergent parameters of a sharded model, with and without a flip on one rank."""
     cfg = cosmoflow.CosmoFlowConfig(size=16, filters=2, blocks=3)
     step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(), mesh)
-    with _Reads() as reads:
+    with _Watch() as watch:
         divergent = step.first_failures(compare=True)[1]
-    assert not reads.first, "the host waits for the device"
+    assert not watch.first_read, "the host waits for the device"
     indices = [int(divergent.item())]
     if mesh.rank == 2:
         flip(step, "dense1.weight", bit=31)

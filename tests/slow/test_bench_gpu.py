@@ -102,8 +102,8 @@ def test_a_gpu_adds_fields_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 10**9)
     graph_bytes = iter((10**9, 10**9 + 5 * 10**8))
-    monkeypatch.setattr(gpu_steps.clocks, "graph_bytes", lambda: next(graph_bytes))
-    monkeypatch.setattr(gpu_steps.clocks, "profile", lambda run, count: {"gaps_percent": 0.1, "turns": count})
+    monkeypatch.setattr(gpu_steps.timing, "graph_bytes", lambda: next(graph_bytes))
+    monkeypatch.setattr(gpu_steps.timing, "profile", lambda run, count: {"gaps_percent": 0.1, "turns": count})
     app, case = gpu_steps.cases()["cosmoflow-batch-4"]
     options = SimpleNamespace(tiny=True, repeats=2, seconds=9.0, rates={"matrix_tflops": 0.1})
     benchmark = gpu_steps.StepBenchmark("cosmoflow-batch-4", find_workload(app), case, options)
@@ -115,8 +115,8 @@ def test_a_gpu_adds_fields_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["joules_per_sample"] > 0 and row["loader_samples_s"] > 0 and row["finite"]
     assert row["ms"] == 20.0 and row["spread_percent"] == 150.0 and row["tflops"] == 0.05 and row["of_rate"] == 0.5
     assert row["over"] == round(200 / 224, 3) and row["asked"] == 300 and "MLPerf HPC v3.0" in row["published_by"]
-    monkeypatch.setattr(gpu_steps.clocks, "graph_bytes", lambda: 0)
-    monkeypatch.setattr(gpu_steps.clocks, "count_flops", None)
+    monkeypatch.setattr(gpu_steps.timing, "graph_bytes", lambda: 0)
+    monkeypatch.setattr(gpu_steps.timing, "count_flops", None)
     monkeypatch.setattr(type(benchmark.workload), "loader", None)
     options.tiny = True
     benchmark = gpu_steps.StepBenchmark("cosmoflow-batch-4", find_workload(app), case, options)
@@ -150,7 +150,7 @@ def test_calls_of_a_kernel_are_timed_in_a_graph_that_takes_long_enough(fails: bo
     for name in ("graph_pool_handle", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(gpu_kernels, "CudaGraph", Graph)
-    monkeypatch.setattr(gpu_kernels.clocks, "time_window", lambda run, count: [4e-5] * count)
+    monkeypatch.setattr(gpu_kernels.timing, "time_window", lambda run, count: [4e-5] * count)
     seconds, captured = gpu_kernels.seconds_per_call(called.append, 3, 2)
     if fails:
         assert seconds == pytest.approx(4e-5) and not captured

@@ -325,7 +325,7 @@ class DiffusionConfig(Settings):
     unconditional: Rate = 0.0
     """fraction of training samples whose condition is dropped, for classifier-free guidance: zero fields and parameters, no class,
     and the empty text"""
-    mean: "DiffusionConfig | None" = None
+    mean: dict[str, Any] | None = None
     """settings of the model of the regression mean, whose residual is generated (Mardani et al. 2025); from ``start.mean``"""
     residual: PositiveFloat | tuple[PositiveFloat, ...] | Literal["measured"] | None = None
     """standard deviation of the difference of samples from the regression mean, without one from the coarse field or the state
@@ -345,8 +345,8 @@ class DiffusionConfig(Settings):
         named = [name for name in ("unet", "dit", "flux") if getattr(self, name) is not None]
         if len(named) != 1:
             raise ValueError(f"expected one of unet, dit and flux, found {', '.join(named) or 'none'}; set the others to null")
-        if self.mean is not None and (self.residual is None or self.mean.objective.prediction_type != "regression"):
-            raise ValueError("mean is a model of objective.prediction_type regression and needs residual; set it to measured")
+        if self.mean is not None and self.residual is None:
+            raise ValueError("mean needs residual, the deviation of samples from it; set it to measured")
         return self
 
     @property

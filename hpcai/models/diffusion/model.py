@@ -50,7 +50,10 @@ class Diffusion(PretrainedMixin):
         if self.cfg.residual == "measured":
             raise ConfigError("residual is measured where there are data, by apps.diffusion; give a number for each channel")
         self.network = _NETWORKS[type(self.cfg.network)](self.cfg.network)
-        self.mean = None if self.cfg.mean is None else Diffusion(self.cfg.mean, seed).requires_grad_(False).eval()
+        self.mean: Diffusion | None = None
+        if self.cfg.mean is not None:
+            mean = DiffusionConfig.model_validate(self.cfg.mean, strict=False)
+            self.mean = Diffusion(mean, seed).requires_grad_(False).eval()
         latents, fields = self.cfg.latents, self.cfg.fields
         for name in ("tokens", "pooled"):
             size = getattr(latents, name, None)

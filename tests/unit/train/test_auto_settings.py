@@ -57,7 +57,7 @@ def test_a_second_start_reuses_all_compiled_code(tmp_path: Path, monkeypatch: py
         step = Step(copy.deepcopy(weights), loss, cfg, dist.single_process())
         step(torch.ones(4, 8))
         assert step._compiled is not None
-        counts.append(step._compiled._counts.read() | {"news": step.news()[0], "seconds": step.compiled})
+        counts.append(step._compiled.counts.read() | {"news": step.news()[0], "seconds": step.compiled})
     first, second = counts
     assert first["cache_hits"] == 0 and first["cache_misses"] == 2 and "found" not in first["news"], "forward and backward"
     assert second["cache_hits"] == 2 and second["cache_misses"] == 0 and "2 of 2 parts found ready" in second["news"]

@@ -137,7 +137,7 @@ def test_a_regression_predicts_the_mean_and_diffusion_generates_its_residual(tmp
     model.save(tmp_path / "model.safetensors")
     loaded = Diffusion.load(tmp_path / "model.safetensors").double()
     torch.testing.assert_close(loaded.baseline(batch.condition, batch.sample), predicted)
-    with pytest.raises(ValueError, match="needs residual; set it to measured"):
+    with pytest.raises(ValueError, match="mean needs residual, the deviation of samples from it"):
         new_model(mean=mean.cfg.model_dump())
 
 
