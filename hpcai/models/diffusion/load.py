@@ -305,7 +305,7 @@ def _reason(cfg: Any) -> str:
         return f"attention_groups {cfg.attention_groups} beside groups {cfg.groups}"
     if cfg.dims != 2 or cfg.patch != 1:
         return f"dims {cfg.dims}, patch {cfg.patch}"
-    return "parameters" if cfg.parameters else "periodic" if any(cfg.periodic) else ""
+    return "parameters" if cfg.parameters else "fine" if cfg.fine else "periodic" if any(cfg.periodic) else ""
 
 
 # ---- autoencoders
