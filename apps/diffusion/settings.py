@@ -87,6 +87,8 @@ class Config(RunConfig):
             raise ValueError(f"data.epoch is {data.epoch}, less than one batch of {data.batch} samples (data.batch)")
         if data.epoch is not None and data.shards > 1:
             raise ValueError(f"data.epoch is {data.epoch}, but shards are read to their ends; set it to null, or data.shards to 1")
+        if self.lora is not None and self.start.mean is not None:
+            raise ValueError("lora is given beside start.mean, which has layers of the same names; train without one of them")
         if self.lora is not None and self.start.weights is None:
             raise ValueError("lora is given, but start.weights is null: adapters of random weights; name the folder of a network")
         if "mlperf" in self.report.sinks and self.benchmark is None:
