@@ -159,8 +159,8 @@ def test_networks_without_a_class_of_diffusers_are_not_written(tmp_path: Path) -
     settings: dict[str, Any] = {**SMALL, "attention": ("none", "self"), "middle": "self", "heads": (1, 3), "tokens": None}
     for change, text in (
         ({"dims": 3}, "dims 3"), ({"periodic": (True, False)}, "periodic"), ({"parameters": 2}, "parameters"),
-        ({"fine": 2}, "fine"), ({"attention_groups": 2}, "attention_groups 2 beside groups 4"), ({"attention": ("self", "self")}, "heads"),
-        ({"attention": ("none", "cross"), "tokens": 4}, "in the middle"),
+        ({"attention_groups": 2}, "attention_groups 2 beside groups 4"), ({"attention": ("self", "self")}, "heads"),
+        ({"attention": ("none", "cross"), "tokens": 4}, "in the middle"), ({"fine": 2}, "fine"),
     ):  # fmt: skip
         cfg = UNetConfig(**(settings | change))
         with pytest.raises(CheckpointError, match=text):
