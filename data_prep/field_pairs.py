@@ -308,6 +308,22 @@ def read_weights(out: Path, header: Mapping[str, Any]) -> Array:
     return weights
 
 
+def choose_standard(source: Path, names: Sequence[str], high: Array, given: Mapping[str, str]) -> Standard:
+    """Return transforms, mean and deviation by samples [N, C, *S], and print those of each channel. Raises DataError for a channel
+    that is constant, or has no values of its transform. ``given``: transforms by name, in place of those by skewness."""
+    standard = Standard.choose(high, {number: given[name] for number, name in enumerate(names) if name in given})
+    for number, name in enumerate(names):
+        values, masked = high[:, number][seen := np.isfinite(high[:, number])], 1 - seen.mean()
+        if not math.isfinite(standard.deviation[number]):
+            raise DataError(f"{source}: {name} goes from {values.min():.4g}: {NO_TRANSFORM}")
+        if not standard.deviation[number]:
+            raise DataError(f"{source}: {name} is {values.flat[0]:g} in all cells; leave it out by --variables")
+        after = {"none": "", "log": f", log(x + {standard.floors[number]:g})", "sqrt": ", sqrt(x)"}[standard.transforms[number]]
+        after += f", masked in {masked:.1%} of its cells" if masked else ""
+        command.print_rank_0(f"{name}: {values.min():.4g} to {values.max():.4g}, skewness {skewness(values):.2g}{after}")
+    return standard
+
+
 def convert(options: argparse.Namespace) -> command.Plan:
     settings = Conversion.from_options(options)
     pairs = open_pairs(options, settings)
@@ -329,17 +345,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     pairs = replace(pairs, masks=masks) if settings.mask else pairs
     if pairs.coarse is not None:
         check_alignment(pairs, high, *low)
-    given = dict(settings.transform)
-    standard = Standard.choose(high, {number: given[name] for number, name in enumerate(names) if name in given})
-    for number, name in enumerate(names):
-        values = high[:, number][np.isfinite(high[:, number])]
-        if not math.isfinite(standard.deviation[number]):
-            raise DataError(f"{options.source}: {name} goes from {values.min():.4g}: {NO_TRANSFORM}")
-        if not standard.deviation[number]:
-            raise DataError(f"{options.source}: {name} is {values.flat[0]:g} in all cells; leave it out by --variables")
-        after = {"none": "", "log": f", log(x + {standard.floors[number]:g})", "sqrt": ", sqrt(x)"}[standard.transforms[number]]
-        after += f", masked in {masks[0][number].mean():.1%} of its cells" if settings.mask else ""
-        command.print_rank_0(f"{name}: {values.min():.4g} to {values.max():.4g}, skewness {skewness(values):.2g}{after}")
+    standard = choose_standard(options.source, names, high, dict(settings.transform))
     lengths = [side.length * cut / cells for side, cells, cut in zip(source.sides, source.shape, shape)]
     units = list(dict.fromkeys(side.units for side in source.sides))
     header = {

@@ -100,9 +100,10 @@ class Fields(Samples):
         return None if part is None else {"high": (slice(None), slice(*part))}
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
-        high, low = values["high"], values.get("low")
+        high, low, shift = values["high"], values.get("low"), None
         if self.turn is not None or self.box:
             turn = self.draw_turn(index, epoch)
+            shift = np.asarray(turn.shift, np.int64) if self._has_static else None
             if self.box:
                 rows, slices = self._row_range(turn), [slice(*ends) for ends in turn.source_box(self.box, self._size)]
                 moves = turn.shift
@@ -115,7 +116,6 @@ class Fields(Samples):
             if low is not None and self.turn is not None:
                 low = self._copy(turn.apply(low, [by // self._factor for by in turn.shift]))
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
-        shift = np.asarray(self.draw_turn(index, epoch).shift, np.int64) if self.turn is not None and self._has_static else None
         return Batch(high, number, when, low, values.get("parameters"), shift=shift)
 
     def draw_turn(self, index: int, epoch: int) -> Turn:
@@ -151,12 +151,10 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Diff
     kwargs, turn_kwargs = training_kwargs(train, cfg), {} if encoded or not data.turn else {"turn": cfg.train.seed}
     shape = latents.complete_model_config(cfg, train) if encoded else complete_model_config(cfg, train)
     source: Any = partial(latents.EncodedImages if encoded else Fields, box=local_box(shape, mesh))
-    drawn_kwargs: dict[str, Any] = {}
-    if shape.fields is not None and shape.fields.interval is not None:
-        drawn_kwargs = {"leads": data.leads}
-        if data.epoch is not None or data.shards > 1:
-            setting = "epoch" if data.epoch is not None else "shards"
-            raise ConfigError(f"data.{setting}: trajectories are read as a whole; leave it out")
+    is_forecast = shape.fields is not None and shape.fields.interval is not None
+    drawn_kwargs = {"leads": data.leads} if is_forecast else {}
+    if is_forecast and (data.epoch is not None or data.shards > 1):
+        raise ConfigError("data.epoch and data.shards: trajectories are read as a whole; leave them out")
     scored_kwargs = drawn_kwargs if data.scored else {}
     with open_loaders(
         mesh,
@@ -277,22 +275,12 @@ def read_static(directory: Path) -> dict[str, np.ndarray]:
     return load_file(path) if path.is_file() else {}
 
 
-def set_static(model: Diffusion, directory: Path) -> None:
-    """Copy static fields and weights of cells into ``model``. Raises DataError if the data have none, or of another size."""
-    buffers = {name: x for name in ("static", "weights") if (x := getattr(model, name)) is not None}
-    stored = read_static(directory) if buffers else {}
-    for name, x in buffers.items():
-        if name not in stored or stored[name].shape != tuple(x.shape):
-            actual = list(stored[name].shape) if name in stored else "nothing"
-            raise DataError(f"{directory}/static.safetensors: {name} is {actual}, expected {list(x.shape)}; convert the data again")
-        x.copy_(torch.from_numpy(stored[name]))
-
-
 def build_model(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
     """Build the model on the mesh with random weights or those of ``cfg.start``, within ``train.seeds``."""
     model = Diffusion(shape, cfg.train.seed)
     latents.set_empty_text(model, cfg.data.directory)
-    set_static(model, cfg.data.directory)
+    static, where = read_static(cfg.data.directory), f"{cfg.data.directory}/static.safetensors"
+    latents.copy_buffers(model, {"static": "static", "weights": "weights"}, static, where, "convert the data again")
     shard = partial(parallelize, mesh=mesh)
     model = shard(model) if cfg.start.weights is None else load_deferred(model, cfg.start.weights, shard)
     if cfg.start.mean is not None and model.mean is not None:

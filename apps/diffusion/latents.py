@@ -99,16 +99,22 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
 
 def set_empty_text(model: Diffusion, directory: Path) -> None:
     """Copy the embedding of the empty text into ``model``. Raises DataError if the data have none, or one of another size."""
-    empty = {name: x for name in ("tokens", "pooled") if (x := getattr(model, f"no_{name}")) is not None}
     path = directory / _EMPTY_TEXT
-    if not empty:
+    if model.no_tokens is None and model.no_pooled is None:
         return
     if not path.is_file():
         raise DataError(f"{path}: does not exist; it holds the empty text, which data_prep.latents writes beside its splits")
     with np.load(path, allow_pickle=False) as file:
-        for name, x in empty.items():
-            stored = file[name] if name in file else np.empty(0)
-            if stored.shape != tuple(x.shape) or not np.isfinite(stored).all():
-                expected = f"expected {list(x.shape)}, finite"
-                raise DataError(f"{path}: {name} of the empty text is {list(stored.shape)}, {expected}; encode the texts again")
-            x.copy_(torch.from_numpy(stored.astype(np.float32)))
+        keys = {"no_tokens": "tokens", "no_pooled": "pooled"}
+        copy_buffers(model, keys, file, f"{path}: the empty text", "encode the texts again")
+
+
+def copy_buffers(model: Diffusion, keys: Mapping[str, str], stored: Mapping[str, np.ndarray], where: str, advice: str) -> None:
+    """Copy stored arrays, by their ``keys``, into the buffers that ``model`` has. Raises DataError for an array that is missing,
+    not finite or of another size."""
+    for name, key in keys.items():
+        if (x := getattr(model, name)) is not None:
+            array = stored[key] if key in stored else np.empty(0)
+            if array.shape != tuple(x.shape) or not np.isfinite(array).all():
+                raise DataError(f"{where}: {key} is {list(array.shape)}, expected {list(x.shape)}, finite; {advice}")
+            x.copy_(torch.from_numpy(array.astype(np.float32)))

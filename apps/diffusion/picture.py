@@ -53,13 +53,12 @@ class Ensembles:
         Gaussian errors, which have the mean square of its own (Gneiting et al. 2005, eq. 5); absolute errors of the ``single``
         baseline and of the members' ``mean``; and ``spread`` over skill, as in ``scores.ensemble_sums``."""
         truth, members = self.truth[:, lead, channel].double(), self.members[:, :, lead, channel].double()
-        weights, error, single = self.weights[channel], members.mean(0) - truth, self.single[:, lead, channel] - truth
+        weights, single = self.weights[channel], self.single[:, lead, channel] - truth
         sigma = max(math.sqrt((weights * single.square()).mean()), 1e-12)
-        dressed = scores.gaussian_crps(self.single[:, lead, channel], sigma, truth)
-        cells = scores.crps(members, truth, fair=True), dressed, single.abs(), error.abs(), members.var(0), error.square()
-        *means, variance, square = (float((weights * values).mean()) for values in cells)
-        spread = math.sqrt((1 + 1 / len(members)) * variance / max(square, 1e-24))
-        return dict(zip(("crps", "dressed", "single", "mean", "spread"), (*means, spread)))
+        cells = scores.gaussian_crps(self.single[:, lead, channel], sigma, truth), single.abs(), (members.mean(0) - truth).abs()
+        sums, finish = scores.ensemble_sums(members, truth, weights)
+        metrics, means = finish(*sums), (float((weights * values).mean()) for values in cells)
+        return {"crps": metrics["crps"], **dict(zip(("dressed", "single", "mean"), means)), "spread": metrics["spread_over_skill"]}
 
     def power_ratios(self, channel: int, lead: int = -1) -> tuple[Tensor, Tensor, Tensor]:
         """Return wave numbers [K], and power over that of the truth, without the mean, of members [M, K] and the baseline [K]."""

@@ -1,6 +1,7 @@
 """The diffusion app from its command line: on one process, on ranks, resumed, with each reader, and with bad input."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from apps.diffusion.__main__ import main
 from apps.diffusion.data import complete_network
@@ -162,14 +164,23 @@ def test_forecasts_of_trajectories(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no 7 states in a row; set data.leads to less" in capsys.readouterr().err
 
 
-def test_cells_of_the_globe_are_weighted_by_area(tmp_path: Path) -> None:
-    simulator("fields", "--samples 6 --validation 0.4 --rows 3 --kind weather")(tmp_path / "data")
-    assert run_config("weather", tmp_path / "data", tmp_path / "run", *NARROW) == 0
-    weights = np.load(tmp_path / "run/ensembles.npz")["weights"]
-    rows = np.cos(np.deg2rad((np.arange(64) + 0.5) * 180 / 64 - 90))
-    np.testing.assert_allclose(weights[2, :, 5], rows / rows.mean(), rtol=1e-5)
-    model = Diffusion.load(tmp_path / "run")
-    assert model.weights is not None and np.array_equal(model.weights, weights)
+def test_static_fields_and_weights_are_those_of_the_data(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(data, tmp_path / "data")
+    random = np.random.default_rng(0)
+    arrays = {name: random.random((1, 16, 16), np.float32) for name in ("static", "weights")}
+    arrays["weights"][:, 4:] = 0
+    save_file(arrays, copy / "static.safetensors")
+    for index in copy.glob("*/index.json"):
+        index.write_text(json.dumps({**json.loads(index.read_text()), "static": ["height"], "weighted": True}))
+    assert run_config("small", copy, tmp_path / "run", *NARROW) == 0
+    model, ensembles = Diffusion.load(tmp_path / "run"), np.load(tmp_path / "run/ensembles.npz")
+    assert model.static is not None and np.array_equal(model.static, arrays["static"]) and model.cfg.unet.fine == 1  # type: ignore
+    assert model.weights is not None and np.array_equal(model.weights, arrays["weights"])
+    assert np.array_equal(ensembles["weights"], arrays["weights"]) and not ensembles["members"][..., 4:, :].any(), "masked cells"
+    save_file({"static": arrays["static"]}, copy / "static.safetensors")
+    capsys.readouterr()
+    assert run_config("small", copy, tmp_path / "other", *NARROW) == 1
+    assert "static.safetensors: weights is [0], expected [1, 16, 16], finite; convert the data again" in capsys.readouterr().err
 
 
 def test_held_out_samples_are_scored_at_the_times_of_the_settings(data: Path) -> None:

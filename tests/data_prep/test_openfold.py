@@ -20,7 +20,7 @@ from hpcai.data.hdf5 import Rows
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments, read_hhr
 from hpcai.models.openfold.features import FeatureConfig, featurize
 from hpcai.models.openfold.residues import GAP, RESTYPES
-from hpcai.models.openfold.structures import read_mmcif, write_structure
+from hpcai.models.openfold.structures import read_structure, write_structure
 from hpcai.models.openfold.templates import read_templates, template_features
 from tests.data_prep.prep_contract import (
     PrepContract,
@@ -146,7 +146,7 @@ def test_rows_of_original_files_equal_the_output_of_the_readers(tmp_path, capsys
     with_alignment = 0
     for name, row in (splits["train"] | splits["validation"]).items():
         entry, author = name.split("_")
-        ref, folder = read_mmcif(source / "mmcif" / f"{entry}.cif", author).chains[author], source / "alignments" / name
+        ref, folder = read_structure(source / "mmcif" / f"{entry}.cif", author).chains[author], source / "alignments" / name
         assert (row["aatype"] == ref.aatype).all() and (row["mask"] == ref.mask).all() and (row["positions"] == ref.positions).all()
         assert row["resolution"] == np.float32(ref.resolution or 0)
         assert date.fromordinal(date(1970, 1, 1).toordinal() + int(row["release"])) == ref.release
@@ -226,7 +226,7 @@ def test_a_resumed_conversion_repeats_no_work(hit_library, tmp_path, monkeypatch
     library, out, options = hit_library, tmp_path / "out", ("--each", "1")
     assert convert(library, out, *options) == 0
     before, calls = content(out), []
-    monkeypatch.setattr(openfold, "read_structure", lambda path: calls.append(path.stem) or read_mmcif(path))
+    monkeypatch.setattr(openfold, "read_structure", lambda path: calls.append(path.stem) or read_structure(path))
     monkeypatch.setattr(openfold, "read_hhr", lambda path: calls.append(path.parent.parent.name) or read_hhr(path))
     assert convert(library, out, *options) == 0 and not calls
     sorted(out.glob("train/*.h5"))[1].unlink()
@@ -378,7 +378,7 @@ def test_hits_become_rows_of_the_structures_that_they_name(hit_library, tmp_path
     stored, rows = templates_of(out), rows_of(out, "train") | rows_of(out, "validation")
     assert [entry["name"] for entry in stored] == [b"1aaa_A", b"5eee_A"]
     for entry in stored:
-        chain = read_mmcif(hit_library / "mmcif" / entry["name"].decode()[:2] / f"{entry['name'].decode()[:4]}.cif").chains["A"]
+        chain = read_structure(hit_library / "mmcif" / entry["name"].decode()[:2] / f"{entry['name'].decode()[:4]}.cif").chains["A"]
         assert all((entry[name] == getattr(chain, name)).all() for name in ("aatype", "positions", "mask"))
         assert entry["resolution"] == 2 and entry["release"] == chains.days_since_epoch(chain.release)
     row = rows["2bbb_A"]

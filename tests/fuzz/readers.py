@@ -31,7 +31,7 @@ from hpcai.models.llm import LLM, Tokenizer, lora
 from hpcai.models.llm.text import stop_tokens
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.alignments import read_alignments, read_hhr
-from hpcai.models.openfold.structures import read_mmcif, write_structure
+from hpcai.models.openfold.structures import read_structure, write_structure
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress
 from tests import proteins
@@ -386,7 +386,7 @@ READERS = [
     Reader("A3M, gzip", write_bytes("hits.a3m.gz", gzip.compress(A3M)), read_alignments, reseal_gzip(bytes)),
     Reader("Stockholm", write_bytes("hits.sto", STO), read_alignments),
     Reader("HHsearch", write_bytes("hits.hhr", HHR), read_hhr),
-    Reader("mmCIF", write_chain, read_mmcif),
+    Reader("mmCIF", write_chain, read_structure),
     Reader("safetensors", write_safetensors, CosmoFlow.load),
     Reader("PyTorch", write_torch, CosmoFlow.load),
     Reader("Keras HDF5", write_keras, CosmoFlow.load),

@@ -13,7 +13,7 @@ from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import read_alignments
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, center, collate, featurize
 from hpcai.models.openfold.formats import parse_features
-from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
+from hpcai.models.openfold.structures import Chain, read_structure, write_structure
 from hpcai.models.openfold.targets import compute_targets
 from tests.reference_data import load_arrays, load_json
 
@@ -92,7 +92,7 @@ HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"  # the order of raw.msa
 def check_chain(path: Path, name: str) -> Chain:
     """Return the chain of a file, compared with the public code's features of the original file except for the resolution."""
     golden, author = load_arrays(f"openfold/features/{name}"), name.split("_")[1]
-    chain = read_mmcif(path, author).chains[author]
+    chain = read_structure(path, author).chains[author]
     assert chain.name == name and chain.sequence == golden["raw.sequence"].tobytes().decode()
     assert np.array_equal(chain.aatype, golden["raw.aatype"].argmax(1)) and np.array_equal(chain.aatype, golden["det.aatype"])
     assert np.array_equal(chain.positions, golden["det.all_atom_positions"])

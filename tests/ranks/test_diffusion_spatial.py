@@ -119,7 +119,7 @@ def build_model(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
     for part in filter(None, (model, model.mean)):
         part.network = network(cfg)
         for buffer in (x for x in (part.static, part.weights) if x is not None):
-            buffer.copy_(normal(30, *buffer.shape).abs())
+            buffer.copy_(normal(30, *buffer.shape).relu())  # half of the cells are masked
     if model.mean is not None:
         model.mean.requires_grad_(False)
     diffusion.parallelize(model, mesh)

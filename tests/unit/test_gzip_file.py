@@ -10,7 +10,7 @@ from data_prep import nifti
 from hpcai.errors import DataError
 from hpcai.gzip_file import read_decompressed
 from hpcai.models.openfold.alignments import read_alignments
-from hpcai.models.openfold.structures import read_mmcif
+from hpcai.models.openfold.structures import read_structure
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_a_decompression_bomb_raises(tmp_path: Path, bomb: bytes, monkeypatch: p
     folder.mkdir()
     for path, read in (
         (tmp_path / "hits.a3m.gz", read_alignments),
-        (tmp_path / "1abc.cif.gz", read_mmcif),
+        (tmp_path / "1abc.cif.gz", read_structure),
         (folder / nifti.IMAGE, lambda path: nifti.read(path.parent)),
     ):
         path.write_bytes(bomb)

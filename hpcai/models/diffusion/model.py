@@ -123,9 +123,10 @@ class Diffusion(PretrainedMixin):
                     return normals(seed, SAMPLER_STEPS + step, indices[row], member, shape, box=box, dtype=dtype)
 
                 empty = None if empty is None else self.with_static(empty, len(row))
-                states = sample(self, self.objective, cfg, noise, self.with_static(rows, len(row)), empty, step_noise, grid)
+                args = self.objective, cfg, noise, self.with_static(rows, len(row)), empty, step_noise, grid
+                states = sample(lambda x, time, given: self(self.fill_masked(x), time, given), *args)
                 x = deque(states, maxlen=1).pop()
-                samples.append(grid.gather(self.add_baseline(x, rows)))
+                samples.append(grid.gather(self.fill_masked(self.add_baseline(x, rows))))
         finally:
             self.train(training)
         return torch.cat(samples).view(members, count, *shape)
@@ -220,6 +221,12 @@ class Diffusion(PretrainedMixin):
             return weights
         each = _fill(self.cfg.channel_weights, x)
         return each if weights is None else each * weights
+
+    def fill_masked(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        """Set the masked local cells of x [B, C, *S], whose weights are 0, to 0: no prediction for them is learned."""
+        if self.weights is None or self.weights.shape[1:] != self.grid.full_size(x.shape[2:]):
+            return x
+        return x * (self._local(self.weights, shift) != 0)
 
     def _local(self, fields: Tensor, shift: Tensor | None) -> Tensor:
         """Return the local cells of fields [K, *S], shifted for each sample.   [1 or B, K, *S]"""

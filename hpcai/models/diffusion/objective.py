@@ -109,7 +109,8 @@ def _sample_errors(model: Any, batch: Batch, counter: tuple[int, int, Tensor | i
     noise = draw(use, x0.shape[1:])
     noisy, weights = model.objective.add_noise(x0, noise, time), model.loss_weights(x0, batch.shift)
     complete = model.with_static(condition, len(x0), batch.shift)
-    errors: Tensor = model.objective.loss(model(noisy.input, noisy.time, complete), noisy, model.grid, weights)
+    output = model(model.fill_masked(noisy.input, batch.shift), noisy.time, complete)
+    errors: Tensor = model.objective.loss(output, noisy, model.grid, weights)
     return errors
 
 

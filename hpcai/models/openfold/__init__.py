@@ -8,7 +8,7 @@ __getattr__, __all__ = attach(
         ".config": ["FeatureConfig", "ObjectiveConfig", "OpenFoldConfig"],
         ".model": ["OpenFold", "Prediction"],
         ".alignments": ["Alignment", "read_alignments"],
-        ".structures": ["Chain", "read_mmcif", "read_structure"],
+        ".structures": ["Chain", "read_structure"],
         ".templates": ["read_templates"],
         ".features": ["featurize"],
         ".folding": ["Fold"],

@@ -162,9 +162,6 @@ def read_structure(path: Path, chain: str | None = None) -> Entry:
     return Entry({name: _build_chain(f"{stem}_{name}", each, metadata, path) for name, each in selected.items()}, tuple(notes))
 
 
-read_mmcif = read_structure                     # the name of earlier versions
-
-
 def _polymers(structure: Any, block: Any) -> list[_Polymer]:
     """Return the polymers of mmCIF with a sequence and atoms, in the order of their atoms."""
     sequences: dict[str, dict[int, list[str]]] = {}

@@ -168,6 +168,21 @@ def test_static_fields_and_weights_follow_the_shift_of_a_sample() -> None:
     assert loss(moved, states)["loss"] == 0
 
 
+def test_masked_cells_change_nothing_and_are_zero_in_samples() -> None:
+    model, batch = new_forecast(), random_batch()._replace(field=None)
+    masked, inputs = (model.weights == 0).expand(6, 1, 8, 8), list[torch.Tensor]()  # type: ignore[union-attr]
+    states = batch._replace(fine=batch.sample.flip(0))
+    other = states._replace(sample=torch.where(masked, 9.0, states.sample))
+    torch.testing.assert_close(loss(model, other)["loss"], loss(model, states)["loss"], rtol=1e-12, atol=0)
+    by = torch.tensor([[1, 3]]).expand(6, 2)
+    rolled = other._replace(sample=torch.where(masked.roll((1, 3), (2, 3)), 9.0, states.sample), shift=by)
+    torch.testing.assert_close(loss(model, rolled)["loss"], loss(model, states._replace(shift=by))["loss"], rtol=1e-12, atol=0)
+    model.network.register_forward_pre_hook(lambda network, args: inputs.append(args[0]))
+    members = model.roll_out(states.condition, 2, 3)
+    assert inputs and not any(x[masked[:1].expand_as(x)].any() for x in inputs)
+    assert (members == 0).equal(masked.expand(3, 2, 6, 1, 8, 8)) and members.isfinite().all()
+
+
 def test_a_forecast_starts_from_the_state_before() -> None:
     model, batch = new_forecast(), random_batch()._replace(field=None)
     states = batch._replace(fine=batch.sample.flip(0), future=torch.stack([batch.sample, batch.sample.roll(1, 0)], 1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcai.errors import DataError
-from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, folding, read_mmcif
+from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, folding, read_structure
 from tests import proteins
 
 FEW = FeatureConfig(crop=None, clusters=4, extra=4, templates=1)
@@ -30,7 +30,7 @@ def test_a_fold_is_written_and_read_again(tmp_path: Path) -> None:
     second = model.fold(SEQUENCE, [tmp_path / "rows" / "uniref90_hits.a3m"], recycles=1, cfg=FEW)
     assert np.array_equal(second.positions, fold.positions), "the same seed"
     fold.write(tmp_path / "guess.cif")
-    chain = read_mmcif(tmp_path / "guess.cif").chains["A"]
+    chain = read_structure(tmp_path / "guess.cif").chains["A"]
     resolved = chain.mask > 0
     assert resolved.sum() == fold.mask.sum() and np.allclose(chain.positions[resolved], fold.positions[resolved], atol=1e-3)
     assert np.allclose(chain.bfactors[0, :2], fold.plddt[0], atol=0.01)

@@ -10,7 +10,7 @@ import pytest
 
 from hpcai.errors import DataError, MissingExtraError
 from hpcai.models.openfold.residues import ATOM_TYPES, RESTYPES
-from hpcai.models.openfold.structures import Chain, read_mmcif, read_structure, write_structure
+from hpcai.models.openfold.structures import Chain, read_structure, write_structure
 from tests.reference_data import DATA
 
 gemmi = pytest.importorskip("gemmi", reason="gemmi is not installed: structures are NOT tested")
@@ -40,7 +40,7 @@ def pdb(*residues: str) -> str:
 
 def read(folder: Path, text: str, chain: str | None = "H") -> Chain:
     (folder / "1abc.cif").write_text(text)
-    return read_mmcif(folder / "1abc.cif", chain).chains["H"]
+    return read_structure(folder / "1abc.cif", chain).chains["H"]
 
 
 def test_a_chain_includes_residues_without_atoms(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_chain_includes_residues_without_atoms(tmp_path: Path) -> None:
     assert (chain.resolution, chain.release, chain.method) == (1.95, date(2009, 12, 31), "x-ray diffraction")
     assert [array.dtype for array in (chain.aatype, chain.positions, chain.mask)] == [np.int64, np.float32, np.float32]
     (tmp_path / "2abc.cif.gz").write_bytes(gzip.compress(entry(SMALL).encode()))
-    assert read_mmcif(tmp_path / "2abc.cif.gz").chains["H"].name == "2abc_H"
+    assert read_structure(tmp_path / "2abc.cif.gz").chains["H"].name == "2abc_H"
 
 
 def test_alternate_locations_are_selected_by_occupancy_then_order(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_broken_file_raises(tmp_path: Path, text: str, chain: str | None, mess
 def test_without_gemmi_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gemmi", None)
     with pytest.raises(MissingExtraError, match=r"hpcai-suite\[openfold\]"):
-        read_mmcif(tmp_path / "1abc.cif")
+        read_structure(tmp_path / "1abc.cif")
 
 
 CHAIN = pdb("5 MET 0", "6 MSE 3.7", "6A GLY 7.4", "9 LYS 20", "20 VAL 23.7") + "TER\n" + pdb("90 GOL 50", "91 HOH 60")
