@@ -16,7 +16,7 @@ def arrays_and_slices(draw: Any, dtypes: list[str]) -> tuple[np.ndarray, tuple[i
     if draw(st.integers(0, 4)) == 0:
         shape = (2, 30, 40, 9)
     array = np.arange(np.prod(shape)).astype(draw(st.sampled_from(dtypes))).reshape(shape)
-    chunks = tuple(draw(st.integers(1, n)) for n in shape) if draw(st.booleans()) else None
+    chunks = tuple(draw(st.integers(1 + n // 10, n)) for n in shape) if draw(st.booleans()) else None  # each is a read
     index: list[slice | int] = []
     for size in shape[: draw(st.integers(0, len(shape)))]:
         start = draw(st.integers(0, size - 1))
