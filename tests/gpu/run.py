@@ -648,7 +648,8 @@ def _prepare_run(args: Any, tests: Path, hpcai: Sequence[str]) -> tuple[Context,
     for name, target in (("logs.tar.gz", work), ("caches.tar.gz", folder)):
         if (earlier / name).exists():
             with tarfile.open(earlier / name) as archive:
-                archive.extractall(target, filter="data")
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4
+                archive.extractall(target)
     environ = prepare_environment(folder, args.wheels)
     machine = inspect_machine(sys.executable, environ, out)
     hpcai = tuple(hpcai) or (sys.executable, *HPCAI)
