@@ -13,23 +13,24 @@ from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError
 from hpcai.models.diffusion import VAE, Condition, Diffusion, UNet, UNetConfig, VAEConfig, load_network, save_folder
-from hpcai.models.diffusion.config import DiffusionConfig, DiffusionLoRAConfig, DiTConfig, FluxConfig
+from hpcai.models.diffusion.config import DiffusionConfig, DiffusionLoRAConfig, DiTConfig, FluxConfig, SD3Config
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux, pack_latents
 from hpcai.models.diffusion.lora import adapt, load_adapter, merge, save_adapter
+from hpcai.models.diffusion.sd3 import SD3
 
 _WHY = "diffusers is not installed: conversion to and from diffusers is NOT tested; pip install hpcai-suite[peers]"
 diffusers: Any = pytest.importorskip("diffusers", reason=_WHY)
 
-from diffusers.models import embeddings  # noqa: E402
+from diffusers.models import embeddings, normalization  # noqa: E402
 from diffusers.models.transformers import transformer_flux  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def compute_in_float64(monkeypatch: pytest.MonkeyPatch, quiet_hugging_face: None) -> None:
-    """Have diffusers compute sinusoidal and rotary embeddings in float64 instead of float32."""
+    """Have diffusers compute sinusoidal and rotary embeddings and norms in float64 instead of float32."""
     double = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
-    for module in (embeddings, transformer_flux):
+    for module in (embeddings, normalization, transformer_flux):
         monkeypatch.setattr(module, "torch", double)
     monkeypatch.setattr(Tensor, "float", Tensor.double)
 
@@ -60,12 +61,23 @@ def random_vae(seed: int) -> VAEConfig:
     return VAEConfig(**draw_shapes(draw), **extra, shift=draw.choice((0.0, 0.1)), scale=0.4)
 
 
+SIZES = torch.tensor([[512, 768, 0, 17, 256, 384], [64, 64, 3, 0, 1024, 1024]])
 CONFIGS: dict[str, Any] = {
     **{f"{kind} attention {seed}": random_unet(seed, kind) for kind in ("cross", "self") for seed in range(4)},
     **{f"autoencoder {seed}": random_vae(seed) for seed in range(4)},
     "dit": DiTConfig(inputs=3, outputs=3, size=6, patch=3, layers=1, heads=3, head=4, classes=5),
     "dit of two outputs": DiTConfig(inputs=1, outputs=2, size=8, patch=1, layers=3, heads=1, head=8, classes=1),
     "flux": FluxConfig(inputs=4, double=1, single=3, heads=3, head=8, tokens=6, pooled=5, turned=(4, 2, 2)),
+    "sdxl": UNetConfig(
+        channels=(8, 12, 16), blocks=1, groups=4, attention=("none", "cross", "cross"), heads=(1, 2, 4), transformer_layers=(1, 3, 2),
+        tokens=6, pooled=7, sizes=4,
+    ),
+    "sd3": SD3Config(
+        inputs=3, outputs=1, size=10, positions=5, layers=2, heads=3, head=8, tokens=6, pooled=5, dual_attention=(), qk_norm=None
+    ),
+    "sd3.5": SD3Config(
+        inputs=2, outputs=2, size=8, positions=9, layers=3, heads=1, head=12, tokens=7, pooled=4, dual_attention=(0, 2)
+    ),
     "flux with guidance": FluxConfig(
         inputs=8, double=3, single=1, heads=1, head=6, tokens=9, pooled=2, turned=(2, 2, 2), guidance=True
     ),
@@ -94,14 +106,22 @@ def compute_outputs(model: Any, peer: Any) -> tuple[Tensor, Tensor]:
             img_ids=torch.tensor([[0.0, i, j] for i in range(2) for j in range(3)], dtype=torch.float64),
         ).sample  # fmt: skip
         return pack_latents(model(x, time, condition)), expected
+    if isinstance(cfg, SD3Config):
+        x, time = randn(2, cfg.inputs, 6, 10), torch.rand(2, generator=draw, dtype=torch.float64)
+        condition = Condition(tokens=randn(2, 3, cfg.tokens), pooled=randn(2, cfg.pooled))
+        return model(x, time, condition), peer(x, condition.tokens, condition.pooled, 1000 * time).sample
     times = torch.tensor([3, 700])
     if isinstance(cfg, DiTConfig):
         x, classes = randn(2, cfg.inputs, cfg.size, cfg.size), torch.tensor([cfg.classes, cfg.classes - 1])
         return model(x, times, Condition(classes=classes)), peer(x, timestep=times, class_labels=classes).sample
     x = randn(2, cfg.inputs, *((9, 12) if cfg.tokens else (8, 12)))  # UNet2DModel of diffusers refuses odd sides
     classes, tokens = torch.tensor([4, 0]) if cfg.classes else None, randn(2, 5, 6) if cfg.tokens else None
-    kwargs = {"encoder_hidden_states": tokens} if cfg.tokens else {}
-    return model(x, times, Condition(classes=classes, tokens=tokens)), peer(x, times, class_labels=classes, **kwargs).sample
+    kwargs: dict[str, Any] = {"encoder_hidden_states": tokens} if cfg.tokens else {}
+    condition = Condition(classes=classes, tokens=tokens)
+    if cfg.pooled:
+        condition = condition._replace(pooled=randn(2, cfg.pooled), sizes=SIZES)
+        kwargs["added_cond_kwargs"] = {"text_embeds": condition.pooled, "time_ids": SIZES}
+    return model(x, times, condition), peer(x, times, class_labels=classes, **kwargs).sample
 
 
 @pytest.mark.parametrize(("name", "kind", "prefix"), [("cross attention 1", "unet", "unet"), ("flux", "flux", "transformer")])
@@ -175,7 +195,7 @@ def check_same(model: nn.Module, peer: nn.Module) -> None:
 def test_hpcai_and_diffusers_read_each_others_folders(name: str, tmp_path: Path) -> None:
     cfg = CONFIGS[name]
     torch.manual_seed(0)
-    model: Any = {UNetConfig: UNet, VAEConfig: VAE, DiTConfig: DiT, FluxConfig: Flux}[type(cfg)](cfg)
+    model: Any = {UNetConfig: UNet, VAEConfig: VAE, DiTConfig: DiT, FluxConfig: Flux, SD3Config: SD3}[type(cfg)](cfg)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.5 * (parameter.ndim == 1), 0.3)
     save_folder(model.state_dict(), cfg, tmp_path / "hpcai", shard=random.Random(name).choice((10**9, 20_000)))
