@@ -12,11 +12,25 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError
-from hpcai.models.diffusion import VAE, Condition, Diffusion, UNet, UNetConfig, VAEConfig, load_network, save_folder
+from hpcai.models.diffusion import (
+    VAE,
+    Condition,
+    Diffusion,
+    ObjectiveConfig,
+    SamplerConfig,
+    UNet,
+    UNetConfig,
+    VAEConfig,
+    draw_samples,
+    load_network,
+    save_folder,
+)
 from hpcai.models.diffusion.config import DiffusionConfig, DiffusionLoRAConfig, DiTConfig, FluxConfig, SD3Config
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux, pack_latents
+from hpcai.models.diffusion.load import to_config
 from hpcai.models.diffusion.lora import adapt, load_adapter, merge, save_adapter
+from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.sd3 import SD3
 
 _WHY = "diffusers is not installed: conversion to and from diffusers is NOT tested; pip install hpcai-suite[peers]"
@@ -69,8 +83,8 @@ CONFIGS: dict[str, Any] = {
     "dit of two outputs": DiTConfig(inputs=1, outputs=2, size=8, patch=1, layers=3, heads=1, head=8, classes=1),
     "flux": FluxConfig(inputs=4, double=1, single=3, heads=3, head=8, tokens=6, pooled=5, turned=(4, 2, 2)),
     "sdxl": UNetConfig(
-        channels=(8, 12, 16), blocks=1, groups=4, attention=("none", "cross", "cross"), heads=(1, 2, 4), transformer_layers=(1, 3, 2),
-        tokens=6, pooled=7, sizes=4,
+        channels=(8, 12, 16), blocks=1, groups=4, attention=("none", "cross", "cross"), heads=(1, 2, 4), tokens=6, pooled=7, sizes=4,
+        inputs=2, outputs=2, transformer_layers=(1, 3, 2),
     ),
     "sd3": SD3Config(
         inputs=3, outputs=1, size=10, positions=5, layers=2, heads=3, head=8, tokens=6, pooled=5, dual_attention=(), qk_norm=None
@@ -124,7 +138,21 @@ def compute_outputs(model: Any, peer: Any) -> tuple[Tensor, Tensor]:
     return model(x, times, condition), peer(x, times, class_labels=classes, **kwargs).sample
 
 
-@pytest.mark.parametrize(("name", "kind", "prefix"), [("cross attention 1", "unet", "unet"), ("flux", "flux", "transformer")])
+LDM = {  # blocks with attention of "sdxl", by their names in the code of latent diffusion and in kohya's files
+    "down_blocks_1_attentions_0": "input_blocks_3_1", "down_blocks_2_attentions_0": "input_blocks_5_1",
+    "mid_block_attentions_0": "middle_block_1", "up_blocks_0_attentions_0": "output_blocks_0_1",
+    "up_blocks_0_attentions_1": "output_blocks_1_1", "up_blocks_1_attentions_0": "output_blocks_2_1",
+    "up_blocks_1_attentions_1": "output_blocks_3_1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "prefix"),
+    [
+        ("cross attention 1", "unet", "unet"), ("sdxl", "unet", "unet"), ("flux", "flux", "transformer"),
+        ("sd3.5", "sd3", "transformer"),
+    ],
+)
 def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: str, prefix: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed: files of adapters are NOT tested; pip install hpcai-suite[peers]")
     why = "diffusers cannot import its loaders with these versions: files of adapters are NOT tested"
@@ -158,7 +186,11 @@ def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: s
     peer.save_lora_adapter(tmp_path / "theirs")
     check(tmp_path, merge(model), new_model(tmp_path / "theirs"), weight_name="pytorch_lora_weights.safetensors")
 
+    if kind == "sd3":
+        return
     layers = {key.replace(".", "_"): x.weight.shape for key, x in new_model().network.named_modules() if key.endswith("to_out.0")}
+    if name == "sdxl":
+        layers = {LDM[key[: key.index("_transformer")]] + key[key.index("_transformer") :]: shape for key, shape in layers.items()}
     fused = {"double_blocks_0_img_attn_qkv": (72, 24), "single_blocks_1_linear2": (24, 120)}
     state = {"lora_te_text_model.lora_up.weight": torch.ones(2)}
     for rank, (key, (rows, columns)) in enumerate((fused if kind == "flux" else layers).items(), 2):
@@ -168,7 +200,9 @@ def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: s
     save_file(state, path)
     unet = {name: x for name, x in state.items() if "unet" in name}
     if kind == "unet":
-        converted, alphas = conversion._convert_non_diffusers_lora_to_diffusers(dict(unet))
+        theirs = diffusers.UNet2DConditionModel.load_config(str(tmp_path))
+        in_blocks = conversion._maybe_map_sgm_blocks_to_diffusers(dict(unet), SimpleNamespace(**theirs))
+        converted, alphas = conversion._convert_non_diffusers_lora_to_diffusers(in_blocks)
     else:
         converted, alphas = conversion._convert_kohya_flux_lora_to_diffusers(dict(unet)), None
     check(converted, new_model(path), network_alphas=alphas)
@@ -176,6 +210,72 @@ def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: s
         save_file({**unet, f"lora_unet_{key}.{fault}": tensor}, path)
         with pytest.raises(CheckpointError, match="is it of this network"):
             new_model(path)
+
+
+BETAS: dict[str, Any] = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+SCHEDULERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {  # of published folders
+    "sdxl": ("epsilon", {"spacing": "leading", "offset": 1}, "EulerDiscreteScheduler",
+             {**BETAS, "timestep_spacing": "leading", "steps_offset": 1}),
+    "sd3.5": ("flow", {"spacing": "linspace", "shift": 3.0}, "FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_samples_are_those_of_the_loop_of_a_pipeline(name: str) -> None:
+    (kind, sampler, scheduler_class, settings), cfg = SCHEDULERS[name], CONFIGS[name].model_copy(update={"zero": False})
+    torch.manual_seed(0)
+    network = (UNet if name == "sdxl" else SD3)(cfg).double().eval()
+    config = to_config(cfg) or {}
+    peer = getattr(diffusers, config["_class_name"]).from_config(config).double().eval()
+    peer.load_state_dict(network.state_dict())
+    tokens, pooled = (torch.randn(2, *shape, dtype=torch.float64) for shape in ((3, cfg.tokens), (cfg.pooled,)))
+    condition, noise = Condition(tokens=tokens, pooled=pooled), torch.randn(2, 2, 8, 12, dtype=torch.float64)
+    kwargs: dict[str, Any] = {"pooled_projections": pooled}
+    if name == "sdxl":
+        condition, kwargs = condition._replace(sizes=SIZES), {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": SIZES}}
+    objective = Objective(ObjectiveConfig.model_validate({"prediction_type": kind}))
+    actual = draw_samples(network, objective, SamplerConfig(method="euler", steps=5, **sampler), noise, condition)
+    scheduler = getattr(diffusers, scheduler_class)(**settings)
+    scheduler.set_timesteps(5)
+    x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
+    with torch.no_grad():
+        for time in scheduler.timesteps:
+            y = scheduler.scale_model_input(x, time) if name == "sdxl" else x
+            output = peer(y, timestep=time.expand(2), encoder_hidden_states=tokens, **kwargs).sample
+            x = scheduler.step(output, time, x).prev_sample.double()
+    torch.testing.assert_close(actual, x, rtol=0, atol=2e-5 * x.abs().max().item())  # steps of diffusers are in float32
+
+
+class Changes(dict[str, Tensor]):
+    """Changes of weights, zero for those that are not given."""
+
+    def pop(self, key: str, *_: Any) -> Any:
+        return self.get(key, torch.zeros(6))
+
+
+def test_adapters_in_the_names_of_stable_diffusion_3_are_read(tmp_path: Path) -> None:
+    """In kohya's files. diffusers converts weights of these names, here their changes."""
+    why = "diffusers cannot import its loaders with these versions: adapters in the names of Stable Diffusion 3 are NOT tested"
+    module = pytest.importorskip("diffusers.loaders.single_file_utils", reason=why, exc_type=ImportError)
+    blocks = {f"{n}.{part}.attn.qkv": (36, 12) for part in ("x_block", "context_block") for n in range(3)}
+    blocks |= {f"{n}.x_block.{name}": (rows, 12) for name, rows in (("attn2.qkv", 36), ("attn2.proj", 12)) for n in (0, 2)}
+    blocks |= {"1.x_block.attn.proj": (12, 12), "0.context_block.attn.proj": (12, 12), "1.x_block.mlp.fc1": (48, 12)}
+    blocks |= {"2.x_block.mlp.fc2": (12, 48), "0.context_block.mlp.fc1": (48, 12), "1.context_block.mlp.fc2": (12, 48)}
+    blocks |= {"0.x_block.adaLN_modulation.1": (108, 12), "1.context_block.adaLN_modulation.1": (72, 12)}
+    blocks |= {"2.context_block.adaLN_modulation.1": (24, 12)}
+    state, changes = dict[str, Tensor](), Changes({"context_embedder.weight": torch.zeros(12, 7)})
+    for name, (rows, columns) in blocks.items():
+        up, down = torch.randn(rows, 4, dtype=torch.float64), torch.randn(4, columns, dtype=torch.float64)
+        key, changes[f"joint_blocks.{name}.weight"] = f"lora_unet_joint_blocks_{name.replace('.', '_')}", up @ down / 2
+        state |= {f"{key}.lora_up.weight": up, f"{key}.lora_down.weight": down, f"{key}.alpha": torch.tensor(2.0)}
+    save_file(state, tmp_path / "kohya.safetensors")
+    model = Diffusion(DiffusionConfig(unet=None, sd3=CONFIGS["sd3.5"])).double()
+    before = {name: x.clone() for name, x in model.network.state_dict().items()}
+    load_adapter(model, tmp_path / "kohya.safetensors")
+    expected = {name: x for name, x in module.convert_sd3_transformer_checkpoint_to_diffusers(changes).items() if x.any()}
+    assert len(expected) == sum(3 if "qkv" in name else 1 for name in blocks)
+    for name, x in merge(model).network.state_dict().items():
+        torch.testing.assert_close(x - before[name], expected.get(name, torch.zeros_like(x)), rtol=1e-12, atol=1e-12)
 
 
 def check_same(model: nn.Module, peer: nn.Module) -> None:

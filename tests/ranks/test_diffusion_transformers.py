@@ -1,4 +1,4 @@
-"""DiT and Flux sharded over ``tensor``, weights and optimizer over replicas: the same training as on one rank."""
+"""DiT, Flux and SD3 sharded over ``tensor``, weights and optimizer over replicas: the same training as on one rank."""
 
 from typing import Any, NamedTuple
 
@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.diffusion.condition import Condition
-from hpcai.models.diffusion.config import DiTConfig, FluxConfig
+from hpcai.models.diffusion.config import DiTConfig, FluxConfig, SD3Config
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.parallel import parallelize
+from hpcai.models.diffusion.sd3 import SD3
 from hpcai.nn.deferred_init import deferred
 from hpcai.parallel import lora
 from hpcai.settings import LoRAConfig, StepConfig
@@ -22,9 +23,14 @@ DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 4, "layers": 2, "heads
 FLUX: dict[str, Any] = {
     "inputs": 8, "double": 2, "single": 2, "heads": 4, "head": 6, "tokens": 5, "pooled": 3, "turned": (2, 2, 2),
 }  # fmt: skip
+SD3_SIZES: dict[str, Any] = {
+    "inputs": 2, "outputs": 2, "size": 6, "positions": 3, "layers": 3, "heads": 4, "head": 3, "tokens": 5, "pooled": 3,
+    "dual_attention": (0, 2),
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dit": DIT, "dit, dropped classes": {**DIT, "dropout": 0.4, "recompute": "layers"}, "flux": FLUX,
     "flux, guided": {**FLUX, "guidance": True, "recompute": "selective"},
+    "sd3": {**SD3_SIZES, "recompute": "selective"},
 }  # fmt: skip
 MESHES = [{"tensor": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 4}]
 
@@ -52,7 +58,8 @@ def batch(mesh: Mesh, step: int, cfg: Any) -> Batch:
     x, target, time = normal(2, 4, 4), normal(2, 4, 4), own(torch.rand(4, generator=draw, dtype=torch.float64))
     if isinstance(cfg, DiTConfig):
         return Batch(x, 1000 * time, target, own(torch.randint(0, cfg.classes, (4,), generator=draw)))
-    return Batch(x, time, target, None, normal(3, cfg.tokens), normal(cfg.pooled), time + 1 if cfg.guidance else None)
+    guidance = time + 1 if getattr(cfg, "guidance", False) else None
+    return Batch(x, time, target, None, normal(3, cfg.tokens), normal(cfg.pooled), guidance)
 
 
 def loss(model: nn.Module, part: Batch) -> dict[str, Tensor]:
@@ -62,6 +69,8 @@ def loss(model: nn.Module, part: Batch) -> dict[str, Tensor]:
 
 def new_model(name: str) -> Any:
     sizes = MODELS[name]
+    if name == "sd3":
+        return SD3(SD3Config(**sizes))
     return DiT(DiTConfig(**sizes)) if name.startswith("dit") else Flux(FluxConfig(**sizes))
 
 
@@ -86,6 +95,7 @@ def test_sharded_equals_full(axes: dict[str, int]) -> None:
     cases: list[Case] = [{"model": name} for name in MODELS] + [{"model": "flux", "adapters": True}]
     if "replicate" in axes:  # replicas would drop different classes
         pairs = [("dit", "none"), ("dit", "weights"), ("flux, guided", "optimizer"), ("flux, guided", "weights")]
+        pairs += [("sd3", "weights")]
         cases = [{"model": name, "shard": shard} for name, shard in pairs if "tensor" in axes or shard == "weights"]
         cases += [{"model": "flux", "adapters": True, "shard": "weights"}]
     check_sharded_equals_full(axes, cases, new_step, batches)

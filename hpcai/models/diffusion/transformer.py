@@ -147,14 +147,14 @@ class JointAttention(Attention):
         self.norm_added_q, self.norm_added_k = self.make_norms()
         self.add_q_proj, self.add_k_proj, self.add_v_proj = (nn.Linear(channels, channels) for _ in range(3))
         self.to_out = nn.Sequential(nn.Linear(channels, channels))
-        self.to_add_out = nn.Identity() if last else nn.Linear(channels, channels)
+        self.to_add_out = None if last else nn.Linear(channels, channels)
 
     def forward(self, x: Tensor, text: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         q, k, v = fused_linear(x, self.to_q, self.to_k, self.to_v)
         text_q, text_k, text_v = fused_linear(text, self.add_q_proj, self.add_k_proj, self.add_v_proj)
         y = super().forward(torch.cat((text_v, v), 1), rotary, q, k, text_q, text_k)
         text, x = y.split((text.shape[1], x.shape[1]), 1)
-        return self.to_out(x), self.to_add_out(text)
+        return self.to_out(x), text if self.to_add_out is None else self.to_add_out(text)
 
     def normalize(self, q: Tensor, k: Tensor, text_q: Tensor, text_k: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return torch.cat((self.norm_added_q(text_q), self.norm_q(q)), 1), torch.cat((self.norm_added_k(text_k), self.norm_k(k)), 1)
