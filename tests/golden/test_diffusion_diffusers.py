@@ -12,25 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError
-from hpcai.models.diffusion import (
-    VAE,
-    Condition,
-    Diffusion,
-    ObjectiveConfig,
-    SamplerConfig,
-    UNet,
-    UNetConfig,
-    VAEConfig,
-    draw_samples,
-    load_network,
-    save_folder,
-)
+from hpcai.models.diffusion import VAE, Condition, Diffusion, UNet, UNetConfig, VAEConfig, draw_samples, load_network, save_folder
 from hpcai.models.diffusion.config import DiffusionConfig, DiffusionLoRAConfig, DiTConfig, FluxConfig, SD3Config
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux, pack_latents
 from hpcai.models.diffusion.load import to_config
 from hpcai.models.diffusion.lora import adapt, load_adapter, merge, save_adapter
-from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.sd3 import SD3
 
 _WHY = "diffusers is not installed: conversion to and from diffusers is NOT tested; pip install hpcai-suite[peers]"
@@ -83,8 +70,8 @@ CONFIGS: dict[str, Any] = {
     "dit of two outputs": DiTConfig(inputs=1, outputs=2, size=8, patch=1, layers=3, heads=1, head=8, classes=1),
     "flux": FluxConfig(inputs=4, double=1, single=3, heads=3, head=8, tokens=6, pooled=5, turned=(4, 2, 2)),
     "sdxl": UNetConfig(
-        channels=(8, 12, 16), blocks=1, groups=4, attention=("none", "cross", "cross"), heads=(1, 2, 4), tokens=6, pooled=7, sizes=4,
-        inputs=2, outputs=2, transformer_layers=(1, 3, 2),
+        inputs=2, outputs=2, channels=(8, 12, 16), blocks=1, groups=4, attention=("none", "cross", "cross"), heads=(1, 2, 4),
+        tokens=6, pooled=7, sizes=4, transformer_layers=(1, 3, 2),
     ),
     "sd3": SD3Config(
         inputs=3, outputs=1, size=10, positions=5, layers=2, heads=3, head=8, tokens=6, pooled=5, dual_attention=(), qk_norm=None
@@ -138,27 +125,19 @@ def compute_outputs(model: Any, peer: Any) -> tuple[Tensor, Tensor]:
     return model(x, times, condition), peer(x, times, class_labels=classes, **kwargs).sample
 
 
-LDM = {  # blocks with attention of "sdxl", by their names in the code of latent diffusion and in kohya's files
-    "down_blocks_1_attentions_0": "input_blocks_3_1", "down_blocks_2_attentions_0": "input_blocks_5_1",
-    "mid_block_attentions_0": "middle_block_1", "up_blocks_0_attentions_0": "output_blocks_0_1",
-    "up_blocks_0_attentions_1": "output_blocks_1_1", "up_blocks_1_attentions_0": "output_blocks_2_1",
-    "up_blocks_1_attentions_1": "output_blocks_3_1",
-}  # fmt: skip
+# Blocks with attention of "sdxl", by their names in the code of latent diffusion and in kohya's files, and their channels
+LDM = {"input_blocks_3_1": 12, "input_blocks_5_1": 16, "middle_block_1": 16, "output_blocks_1_1": 16, "output_blocks_2_1": 12}
+KINDS = {"cross attention 1": "unet", "sdxl": "unet", "flux": "flux", "sd3.5": "sd3"}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "prefix"),
-    [
-        ("cross attention 1", "unet", "unet"), ("sdxl", "unet", "unet"), ("flux", "flux", "transformer"),
-        ("sd3.5", "sd3", "transformer"),
-    ],
-)
-def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: str, prefix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed: files of adapters are NOT tested; pip install hpcai-suite[peers]")
     why = "diffusers cannot import its loaders with these versions: files of adapters are NOT tested"
     conversion = pytest.importorskip("diffusers.loaders.lora_conversion_utils", reason=why, exc_type=ImportError)
     pytest.importorskip("diffusers.pipelines.pipeline_loading_utils", reason=why, exc_type=ImportError)
 
+    kind, prefix = KINDS[name], "unet" if KINDS[name] == "unet" else "transformer"
     cfg, path = CONFIGS[name].model_copy(update={"zero": False}), tmp_path / "kohya.safetensors"
 
     def new_model(adapters: Path | None = None) -> Any:
@@ -190,7 +169,7 @@ def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: s
         return
     layers = {key.replace(".", "_"): x.weight.shape for key, x in new_model().network.named_modules() if key.endswith("to_out.0")}
     if name == "sdxl":
-        layers = {LDM[key[: key.index("_transformer")]] + key[key.index("_transformer") :]: shape for key, shape in layers.items()}
+        layers = {f"{block}_transformer_blocks_0_attn2_to_out_0": (n, n) for block, n in LDM.items()}
     fused = {"double_blocks_0_img_attn_qkv": (72, 24), "single_blocks_1_linear2": (24, 120)}
     state = {"lora_te_text_model.lora_up.weight": torch.ones(2)}
     for rank, (key, (rows, columns)) in enumerate((fused if kind == "flux" else layers).items(), 2):
@@ -212,30 +191,28 @@ def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: s
             new_model(path)
 
 
-BETAS: dict[str, Any] = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
-SCHEDULERS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {  # of published folders
-    "sdxl": ("epsilon", {"spacing": "leading", "offset": 1}, "EulerDiscreteScheduler",
-             {**BETAS, "timestep_spacing": "leading", "steps_offset": 1}),
-    "sd3.5": ("flow", {"spacing": "linspace", "shift": 3.0}, "FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
+EULER: dict[str, Any] = {"method": "euler", "steps": 5}
+SCHEDULERS: dict[str, tuple[dict[str, Any], Any]] = {  # of published folders
+    "sdxl": ({"objective": {"prediction_type": "epsilon"}, "sampler": {**EULER, "spacing": "leading", "offset": 1}},
+             diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1,
+                                              timestep_spacing="leading")),
+    "sd3.5": ({"objective": {"prediction_type": "flow"}, "sampler": {**EULER, "spacing": "linspace", "shift": 3.0}},
+              diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_samples_are_those_of_the_loop_of_a_pipeline(name: str) -> None:
-    (kind, sampler, scheduler_class, settings), cfg = SCHEDULERS[name], CONFIGS[name].model_copy(update={"zero": False})
+    (settings, scheduler), cfg = SCHEDULERS[name], CONFIGS[name].model_copy(update={"zero": False})
     torch.manual_seed(0)
-    network = (UNet if name == "sdxl" else SD3)(cfg).double().eval()
+    model = Diffusion(DiffusionConfig(**{"unet": None, KINDS[name]: cfg, **settings})).double().eval()
     config = to_config(cfg) or {}
     peer = getattr(diffusers, config["_class_name"]).from_config(config).double().eval()
-    peer.load_state_dict(network.state_dict())
-    tokens, pooled = (torch.randn(2, *shape, dtype=torch.float64) for shape in ((3, cfg.tokens), (cfg.pooled,)))
-    condition, noise = Condition(tokens=tokens, pooled=pooled), torch.randn(2, 2, 8, 12, dtype=torch.float64)
-    kwargs: dict[str, Any] = {"pooled_projections": pooled}
+    peer.load_state_dict(model.network.state_dict())
+    tokens, pooled, noise = (torch.randn(2, *n, dtype=torch.float64) for n in ((3, cfg.tokens), (cfg.pooled,), (2, 8, 12)))
+    condition, kwargs = Condition(tokens=tokens, pooled=pooled), {"pooled_projections": pooled}
     if name == "sdxl":
         condition, kwargs = condition._replace(sizes=SIZES), {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": SIZES}}
-    objective = Objective(ObjectiveConfig.model_validate({"prediction_type": kind}))
-    actual = draw_samples(network, objective, SamplerConfig(method="euler", steps=5, **sampler), noise, condition)
-    scheduler = getattr(diffusers, scheduler_class)(**settings)
     scheduler.set_timesteps(5)
     x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
     with torch.no_grad():
@@ -243,28 +220,24 @@ def test_samples_are_those_of_the_loop_of_a_pipeline(name: str) -> None:
             y = scheduler.scale_model_input(x, time) if name == "sdxl" else x
             output = peer(y, timestep=time.expand(2), encoder_hidden_states=tokens, **kwargs).sample
             x = scheduler.step(output, time, x).prev_sample.double()
+    actual = draw_samples(model.network, model.objective, model.cfg.sampler, noise, condition)
     torch.testing.assert_close(actual, x, rtol=0, atol=2e-5 * x.abs().max().item())  # steps of diffusers are in float32
-
-
-class Changes(dict[str, Tensor]):
-    """Changes of weights, zero for those that are not given."""
-
-    def pop(self, key: str, *_: Any) -> Any:
-        return self.get(key, torch.zeros(6))
 
 
 def test_adapters_in_the_names_of_stable_diffusion_3_are_read(tmp_path: Path) -> None:
     """In kohya's files. diffusers converts weights of these names, here their changes."""
     why = "diffusers cannot import its loaders with these versions: adapters in the names of Stable Diffusion 3 are NOT tested"
     module = pytest.importorskip("diffusers.loaders.single_file_utils", reason=why, exc_type=ImportError)
-    blocks = {f"{n}.{part}.attn.qkv": (36, 12) for part in ("x_block", "context_block") for n in range(3)}
-    blocks |= {f"{n}.x_block.{name}": (rows, 12) for name, rows in (("attn2.qkv", 36), ("attn2.proj", 12)) for n in (0, 2)}
-    blocks |= {"1.x_block.attn.proj": (12, 12), "0.context_block.attn.proj": (12, 12), "1.x_block.mlp.fc1": (48, 12)}
-    blocks |= {"2.x_block.mlp.fc2": (12, 48), "0.context_block.mlp.fc1": (48, 12), "1.context_block.mlp.fc2": (12, 48)}
-    blocks |= {"0.x_block.adaLN_modulation.1": (108, 12), "1.context_block.adaLN_modulation.1": (72, 12)}
-    blocks |= {"2.context_block.adaLN_modulation.1": (24, 12)}
-    state, changes = dict[str, Tensor](), Changes({"context_embedder.weight": torch.zeros(12, 7)})
-    for name, (rows, columns) in blocks.items():
+    x, text = "x_block", "context_block"
+    shapes = {
+        f"0.{x}.attn2.qkv": (36, 12), f"2.{x}.attn2.proj": (12, 12), f"1.{x}.attn.proj": (12, 12), f"0.{text}.attn.proj": (12, 12),
+        f"1.{x}.mlp.fc1": (48, 12), f"2.{x}.mlp.fc2": (12, 48), f"0.{text}.mlp.fc1": (48, 12), f"1.{text}.mlp.fc2": (12, 48),
+        f"0.{x}.adaLN_modulation.1": (108, 12), f"1.{text}.adaLN_modulation.1": (72, 12), f"2.{text}.adaLN_modulation.1": (24, 12),
+        **{f"{n}.{part}.attn.qkv": (36, 12) for part in (x, text) for n in range(3)},
+    }  # fmt: skip
+    state, kind = dict[str, Tensor](), type("Changes", (dict,), {"pop": lambda self, key, *_: self.get(key, torch.zeros(6))})
+    changes: Any = kind({"context_embedder.weight": torch.zeros(12, 7)})  # zero for other weights
+    for name, (rows, columns) in shapes.items():
         up, down = torch.randn(rows, 4, dtype=torch.float64), torch.randn(4, columns, dtype=torch.float64)
         key, changes[f"joint_blocks.{name}.weight"] = f"lora_unet_joint_blocks_{name.replace('.', '_')}", up @ down / 2
         state |= {f"{key}.lora_up.weight": up, f"{key}.lora_down.weight": down, f"{key}.alpha": torch.tensor(2.0)}
@@ -272,10 +245,11 @@ def test_adapters_in_the_names_of_stable_diffusion_3_are_read(tmp_path: Path) ->
     model = Diffusion(DiffusionConfig(unet=None, sd3=CONFIGS["sd3.5"])).double()
     before = {name: x.clone() for name, x in model.network.state_dict().items()}
     load_adapter(model, tmp_path / "kohya.safetensors")
-    expected = {name: x for name, x in module.convert_sd3_transformer_checkpoint_to_diffusers(changes).items() if x.any()}
-    assert len(expected) == sum(3 if "qkv" in name else 1 for name in blocks)
-    for name, x in merge(model).network.state_dict().items():
-        torch.testing.assert_close(x - before[name], expected.get(name, torch.zeros_like(x)), rtol=1e-12, atol=1e-12)
+    converted = module.convert_sd3_transformer_checkpoint_to_diffusers(changes)
+    expected = {name: change for name, change in converted.items() if change.any()}
+    assert len(expected) == sum(3 if "qkv" in name else 1 for name in shapes)
+    for name, weight in merge(model).network.state_dict().items():
+        torch.testing.assert_close(weight - before[name], expected.get(name, torch.zeros_like(weight)), rtol=1e-12, atol=1e-12)
 
 
 def check_same(model: nn.Module, peer: nn.Module) -> None:

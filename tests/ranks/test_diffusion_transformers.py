@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.diffusion.condition import Condition
-from hpcai.models.diffusion.config import DiTConfig, FluxConfig, SD3Config
-from hpcai.models.diffusion.dit import DiT
-from hpcai.models.diffusion.flux import Flux
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig
+from hpcai.models.diffusion.model import Diffusion
 from hpcai.models.diffusion.parallel import parallelize
-from hpcai.models.diffusion.sd3 import SD3
 from hpcai.nn.deferred_init import deferred
 from hpcai.parallel import lora
 from hpcai.settings import LoRAConfig, StepConfig
@@ -23,14 +21,14 @@ DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 4, "layers": 2, "heads
 FLUX: dict[str, Any] = {
     "inputs": 8, "double": 2, "single": 2, "heads": 4, "head": 6, "tokens": 5, "pooled": 3, "turned": (2, 2, 2),
 }  # fmt: skip
-SD3_SIZES: dict[str, Any] = {
+SD3: dict[str, Any] = {
     "inputs": 2, "outputs": 2, "size": 6, "positions": 3, "layers": 3, "heads": 4, "head": 3, "tokens": 5, "pooled": 3,
     "dual_attention": (0, 2),
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dit": DIT, "dit, dropped classes": {**DIT, "dropout": 0.4, "recompute": "layers"}, "flux": FLUX,
     "flux, guided": {**FLUX, "guidance": True, "recompute": "selective"},
-    "sd3": {**SD3_SIZES, "recompute": "selective"},
+    "sd3": {**SD3, "recompute": "selective"},
 }  # fmt: skip
 MESHES = [{"tensor": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 4}]
 
@@ -68,10 +66,7 @@ def loss(model: nn.Module, part: Batch) -> dict[str, Tensor]:
 
 
 def new_model(name: str) -> Any:
-    sizes = MODELS[name]
-    if name == "sd3":
-        return SD3(SD3Config(**sizes))
-    return DiT(DiTConfig(**sizes)) if name.startswith("dit") else Flux(FluxConfig(**sizes))
+    return Diffusion(DiffusionConfig(**{"unet": None, name.partition(",")[0]: MODELS[name]})).network
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
@@ -94,8 +89,7 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Batch]:
 def test_sharded_equals_full(axes: dict[str, int]) -> None:
     cases: list[Case] = [{"model": name} for name in MODELS] + [{"model": "flux", "adapters": True}]
     if "replicate" in axes:  # replicas would drop different classes
-        pairs = [("dit", "none"), ("dit", "weights"), ("flux, guided", "optimizer"), ("flux, guided", "weights")]
-        pairs += [("sd3", "weights")]
+        pairs = [(name, "weights") for name in ("dit", "flux, guided", "sd3")] + [("dit", "none"), ("flux, guided", "optimizer")]
         cases = [{"model": name, "shard": shard} for name, shard in pairs if "tensor" in axes or shard == "weights"]
         cases += [{"model": "flux", "adapters": True, "shard": "weights"}]
     check_sharded_equals_full(axes, cases, new_step, batches)

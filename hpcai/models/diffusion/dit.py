@@ -57,8 +57,7 @@ class Block(nn.Module):
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
         self.norm1 = Modulation(cfg.width, 6, CombinedTimestepLabelEmbeddings(cfg))  # in every block, as in the files
-        self.attn1 = SelfAttention(cfg.width, cfg.head, normalized=False)
-        self.ff = FeedForward(cfg.width, GELUProjection(cfg.width))
+        self.attn1, self.ff = SelfAttention(cfg.width, cfg.head, False), FeedForward(cfg.width, GELUProjection(cfg.width))
 
     def forward(self, x: Tensor, time: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
         c = self.norm1.emb(time, classes)

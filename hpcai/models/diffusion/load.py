@@ -42,7 +42,7 @@ TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").r
 """names of settings, fixed values of those that our networks do not have, and the settings of U-Nets that are read"""
 _UNET_FIXED = {name: TABLES["unet fixed"] | TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel")}
 _UNET, _UNET_READ, _BLOCKS = (TABLES[f"unet {name}"] for name in ("names", "read", "blocks"))
-_UNET_CONDITION_READ, _TEXT_TIME = TABLES["UNet2DConditionModel read"], {"addition_embed_type": "text_time"}
+_UNET_CONDITION_READ, _TEXT_TIME = TABLES["UNet2DConditionModel read"], TABLES["UNet2DConditionModel texts and sizes"]
 _VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
 
 

@@ -128,7 +128,7 @@ def _names_in_files(model: Diffusion, sizes: Mapping[str, Any]) -> dict[str, tup
     if model.cfg.unet is not None:
         return names | {_in_ldm(name, model.cfg.unet.blocks): (name,) for name in sizes}
     numbers = {number for name in sizes for number in name.split(".")[1:2]}
-    joined = ((theirs.format(n), tuple(x.format(n) for x in own)) for theirs, own in TABLES["kohya joined"].items() for n in numbers)
+    joined = ((theirs.format(n), tuple(x.format(n) for x in own)) for theirs, own in TABLES["own names"].items() for n in numbers)
     return names | {theirs: ours for theirs, ours in joined if ours[0] in sizes}
 
 

@@ -34,7 +34,6 @@ from hpcai.models.diffusion.transformer import check_inputs
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.recompute import run_block
 
-
 _Attention = Callable[[], nn.Module] | None
 
 

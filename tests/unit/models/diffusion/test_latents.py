@@ -12,18 +12,15 @@ from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig,
 from hpcai.models.diffusion.noise import EVAL_LATENTS, LATENTS, normals
 from hpcai.nn.deferred_init import deferred, materialize
 
-UNET: dict[str, Any] = {
-    "inputs": 2, "outputs": 2, "tokens": 6, "channels": (8, 16), "blocks": 1, "attention": ("cross", "none"), "heads": (1, 2),
-    "groups": 4, "zero": False,
-}  # fmt: skip
 NETWORKS: dict[str, Any] = {
-    "unet": UNET,
+    "unet": {"inputs": 2, "outputs": 2, "tokens": 6, "channels": (8, 16), "blocks": 1, "attention": ("cross", "none"),
+             "heads": (1, 2), "groups": 4, "zero": False},
     "flux": {"inputs": 8, "double": 1, "single": 1, "heads": 2, "head": 12, "tokens": 6, "pooled": 4, "turned": (2, 4, 6),
              "zero": False},
     "sd3": {"inputs": 2, "outputs": 2, "size": 8, "positions": 4, "layers": 2, "heads": 2, "head": 12, "tokens": 6, "pooled": 4,
             "dual_attention": (0,), "zero": False},
-    "sdxl": {**UNET, "transformer_layers": (2, 1), "pooled": 4, "sizes": 4},
 }  # fmt: skip
+NETWORKS["sdxl"] = {**NETWORKS["unet"], "transformer_layers": (2, 1), "pooled": 4, "sizes": 4}
 
 
 FIELDS = {"sdxl": "unet"}
