@@ -113,10 +113,8 @@ def test_log_variances_are_clamped() -> None:
 
 
 FLUX_VAE = VAEConfig(latents=16, quantised=False, scale=0.3611, shift=0.1159)
-SDXL = UNetConfig(
-    channels=(320, 640, 1280), attention=("none", "cross", "cross"), heads=(5, 10, 20), transformer_layers=(1, 2, 10), tokens=2048,
-    pooled=1280, sizes=256,
-)  # fmt: skip
+SDXL = UNetConfig(channels=(320, 640, 1280), attention=("none", "cross", "cross"), heads=(5, 10, 20), tokens=2048, pooled=1280,
+                  sizes=256, transformer_layers=(1, 2, 10))  # fmt: skip
 PUBLISHED: dict[str, tuple[Any, Any]] = {
     "sd2_base_unet": (UNet, UNetConfig()), "sd_vae": (VAE, VAEConfig()), "flux_vae": (VAE, FLUX_VAE),
     "dit_xl_2_256": (DiT, DiTConfig()), "flux1_schnell": (Flux, FluxConfig()), "flux1_dev": (Flux, FluxConfig(guidance=True)),
