@@ -21,14 +21,11 @@ DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 4, "layers": 2, "heads
 FLUX: dict[str, Any] = {
     "inputs": 8, "double": 2, "single": 2, "heads": 4, "head": 6, "tokens": 5, "pooled": 3, "turned": (2, 2, 2),
 }  # fmt: skip
-SD3: dict[str, Any] = {
-    "inputs": 2, "outputs": 2, "size": 6, "positions": 3, "layers": 3, "heads": 4, "head": 3, "tokens": 5, "pooled": 3,
-    "dual_attention": (0, 2),
-}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dit": DIT, "dit, dropped classes": {**DIT, "dropout": 0.4, "recompute": "layers"}, "flux": FLUX,
     "flux, guided": {**FLUX, "guidance": True, "recompute": "selective"},
-    "sd3": {**SD3, "recompute": "selective"},
+    "sd3": {"inputs": 2, "outputs": 2, "size": 6, "positions": 3, "layers": 3, "heads": 4, "head": 3, "tokens": 5, "pooled": 3,
+            "dual_attention": (0, 2), "recompute": "selective"},
 }  # fmt: skip
 MESHES = [{"tensor": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 4}]
 

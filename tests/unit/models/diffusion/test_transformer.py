@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.errors import CheckpointError, ConfigError
+from hpcai.errors import CheckpointError, ConfigError, DataError
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FluxConfig, SD3Config
 from hpcai.models.diffusion.load import from_config, save_folder, to_config
@@ -147,3 +147,8 @@ def test_equivalent_settings_of_diffusers() -> None:
         save_folder({}, FluxConfig(theta=500.0), path)
     with pytest.raises(ValueError, match="a token of 6 channels cannot hold 2 x 2 pixels; give a multiple of 4"):
         FluxConfig(inputs=6)
+
+
+def test_samples_beyond_the_table_of_positions_raise() -> None:
+    with pytest.raises(DataError, match=r"SD3: samples are \[3, 2, 16, 14\], .* multiples of 2 up to 12 as H and W; pad or crop"):
+        network("sd3")(torch.zeros(3, 2, 16, 14), torch.zeros(3), TEXT_CONDITION)
