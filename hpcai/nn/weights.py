@@ -179,7 +179,7 @@ def check_claims(path: Path, cfg: Settings, shapes: Mapping[str, Sequence[int]],
     """Raise CheckpointError, before a network is built, if settings have more layers than the weights have tensors, or larger sizes
     than these. ``keys``: Names of the settings in ``path``, if they are other names."""
     largest = max((1 << 24, *(size for shape in shapes.values() for size in shape)))
-    counts = {"layers", "mtp_layers", "blocks", "middle", "double"}
+    counts = {"layers", "mtp_layers", "blocks", "middle", "double", "transformer_layers"}
     for name in type(cfg).model_fields:
         if isinstance(value := getattr(cfg, name), Settings):
             check_claims(path, value, shapes, keys)

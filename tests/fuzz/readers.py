@@ -424,7 +424,8 @@ READERS = [
       for file in ("adapter_config.json", "adapter_model.safetensors")),
     *(Reader(f"diffusion/{file}", copy_file(f"diffusion/{file}"), lambda path: read_folder(path.parent), names=FOLDER)
       for file in ("broken/ok/config.json", "unet2d_tiny/model_a/config.json", "dit_tiny/model_a/config.json",
-                   "flux_tiny/model_dev/config.json", "flux_tiny/model_dev/diffusion_pytorch_model.safetensors")),
+                   "flux_tiny/model_dev/config.json", "flux_tiny/model_dev/diffusion_pytorch_model.safetensors",
+                   "sd3_tiny/model_35/config.json")),
     Reader("image, png", write_image, read_captioned, reseal_png),
     *(Reader(f"image, {form}", partial(write_image, form=form), read_captioned) for form in ("jpg", "webp")),
     Reader("tar of images", write_tar, read_captioned),

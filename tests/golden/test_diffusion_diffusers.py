@@ -12,24 +12,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError
-from hpcai.models.diffusion import VAE, Condition, Diffusion, UNet, UNetConfig, VAEConfig, load_network, save_folder
-from hpcai.models.diffusion.config import DiffusionConfig, DiffusionLoRAConfig, DiTConfig, FluxConfig
+from hpcai.models.diffusion import VAE, Condition, Diffusion, UNet, UNetConfig, VAEConfig, draw_samples, load_network, save_folder
+from hpcai.models.diffusion.config import DiffusionConfig, DiffusionLoRAConfig, DiTConfig, FluxConfig, SD3Config
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux, pack_latents
+from hpcai.models.diffusion.load import to_config
 from hpcai.models.diffusion.lora import adapt, load_adapter, merge, save_adapter
+from hpcai.models.diffusion.sd3 import SD3
 
 _WHY = "diffusers is not installed: conversion to and from diffusers is NOT tested; pip install hpcai-suite[peers]"
 diffusers: Any = pytest.importorskip("diffusers", reason=_WHY)
 
-from diffusers.models import embeddings  # noqa: E402
+from diffusers.models import embeddings, normalization  # noqa: E402
 from diffusers.models.transformers import transformer_flux  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def compute_in_float64(monkeypatch: pytest.MonkeyPatch, quiet_hugging_face: None) -> None:
-    """Have diffusers compute sinusoidal and rotary embeddings in float64 instead of float32."""
+    """Have diffusers compute sinusoidal and rotary embeddings and norms in float64 instead of float32."""
     double = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
-    for module in (embeddings, transformer_flux):
+    for module in (embeddings, normalization, transformer_flux):
         monkeypatch.setattr(module, "torch", double)
     monkeypatch.setattr(Tensor, "float", Tensor.double)
 
@@ -60,12 +62,23 @@ def random_vae(seed: int) -> VAEConfig:
     return VAEConfig(**draw_shapes(draw), **extra, shift=draw.choice((0.0, 0.1)), scale=0.4)
 
 
+SIZES = torch.tensor([[512, 768, 0, 17, 256, 384], [64, 64, 3, 0, 1024, 1024]])
 CONFIGS: dict[str, Any] = {
     **{f"{kind} attention {seed}": random_unet(seed, kind) for kind in ("cross", "self") for seed in range(4)},
     **{f"autoencoder {seed}": random_vae(seed) for seed in range(4)},
     "dit": DiTConfig(inputs=3, outputs=3, size=6, patch=3, layers=1, heads=3, head=4, classes=5),
     "dit of two outputs": DiTConfig(inputs=1, outputs=2, size=8, patch=1, layers=3, heads=1, head=8, classes=1),
     "flux": FluxConfig(inputs=4, double=1, single=3, heads=3, head=8, tokens=6, pooled=5, turned=(4, 2, 2)),
+    "sdxl": UNetConfig(
+        inputs=2, outputs=2, channels=(8, 12, 16), blocks=1, groups=4, attention=("none", "cross", "cross"), heads=(1, 2, 4),
+        tokens=6, pooled=7, sizes=4, transformer_layers=(1, 3, 2),
+    ),
+    "sd3": SD3Config(
+        inputs=3, outputs=1, size=10, positions=5, layers=2, heads=3, head=8, tokens=6, pooled=5, dual_attention=(), qk_norm=None
+    ),
+    "sd3.5": SD3Config(
+        inputs=2, outputs=2, size=8, positions=9, layers=3, heads=1, head=12, tokens=7, pooled=4, dual_attention=(0, 2)
+    ),
     "flux with guidance": FluxConfig(
         inputs=8, double=3, single=1, heads=1, head=6, tokens=9, pooled=2, turned=(2, 2, 2), guidance=True
     ),
@@ -94,23 +107,37 @@ def compute_outputs(model: Any, peer: Any) -> tuple[Tensor, Tensor]:
             img_ids=torch.tensor([[0.0, i, j] for i in range(2) for j in range(3)], dtype=torch.float64),
         ).sample  # fmt: skip
         return pack_latents(model(x, time, condition)), expected
+    if isinstance(cfg, SD3Config):
+        x, time = randn(2, cfg.inputs, 6, 10), torch.rand(2, generator=draw, dtype=torch.float64)
+        condition = Condition(tokens=randn(2, 3, cfg.tokens), pooled=randn(2, cfg.pooled))
+        return model(x, time, condition), peer(x, condition.tokens, condition.pooled, 1000 * time).sample
     times = torch.tensor([3, 700])
     if isinstance(cfg, DiTConfig):
         x, classes = randn(2, cfg.inputs, cfg.size, cfg.size), torch.tensor([cfg.classes, cfg.classes - 1])
         return model(x, times, Condition(classes=classes)), peer(x, timestep=times, class_labels=classes).sample
     x = randn(2, cfg.inputs, *((9, 12) if cfg.tokens else (8, 12)))  # UNet2DModel of diffusers refuses odd sides
     classes, tokens = torch.tensor([4, 0]) if cfg.classes else None, randn(2, 5, 6) if cfg.tokens else None
-    kwargs = {"encoder_hidden_states": tokens} if cfg.tokens else {}
-    return model(x, times, Condition(classes=classes, tokens=tokens)), peer(x, times, class_labels=classes, **kwargs).sample
+    kwargs: dict[str, Any] = {"encoder_hidden_states": tokens} if cfg.tokens else {}
+    condition = Condition(classes=classes, tokens=tokens)
+    if cfg.pooled:
+        condition = condition._replace(pooled=randn(2, cfg.pooled), sizes=SIZES)
+        kwargs["added_cond_kwargs"] = {"text_embeds": condition.pooled, "time_ids": SIZES}
+    return model(x, times, condition), peer(x, times, class_labels=classes, **kwargs).sample
 
 
-@pytest.mark.parametrize(("name", "kind", "prefix"), [("cross attention 1", "unet", "unet"), ("flux", "flux", "transformer")])
-def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: str, prefix: str, tmp_path: Path) -> None:
+# Blocks with attention of "sdxl", by their names in the code of latent diffusion and in kohya's files, and their channels
+LDM = {"input_blocks_3_1": 12, "input_blocks_5_1": 16, "middle_block_1": 16, "output_blocks_1_1": 16, "output_blocks_2_1": 12}
+KINDS = {"cross attention 1": "unet", "sdxl": "unet", "flux": "flux", "sd3.5": "sd3"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed: files of adapters are NOT tested; pip install hpcai-suite[peers]")
     why = "diffusers cannot import its loaders with these versions: files of adapters are NOT tested"
     conversion = pytest.importorskip("diffusers.loaders.lora_conversion_utils", reason=why, exc_type=ImportError)
     pytest.importorskip("diffusers.pipelines.pipeline_loading_utils", reason=why, exc_type=ImportError)
 
+    kind, prefix = KINDS[name], "unet" if KINDS[name] == "unet" else "transformer"
     cfg, path = CONFIGS[name].model_copy(update={"zero": False}), tmp_path / "kohya.safetensors"
 
     def new_model(adapters: Path | None = None) -> Any:
@@ -138,7 +165,11 @@ def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: s
     peer.save_lora_adapter(tmp_path / "theirs")
     check(tmp_path, merge(model), new_model(tmp_path / "theirs"), weight_name="pytorch_lora_weights.safetensors")
 
+    if kind == "sd3":
+        return
     layers = {key.replace(".", "_"): x.weight.shape for key, x in new_model().network.named_modules() if key.endswith("to_out.0")}
+    if name == "sdxl":
+        layers = {f"{block}_transformer_blocks_0_attn2_to_out_0": (n, n) for block, n in LDM.items()}
     fused = {"double_blocks_0_img_attn_qkv": (72, 24), "single_blocks_1_linear2": (24, 120)}
     state = {"lora_te_text_model.lora_up.weight": torch.ones(2)}
     for rank, (key, (rows, columns)) in enumerate((fused if kind == "flux" else layers).items(), 2):
@@ -148,7 +179,9 @@ def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: s
     save_file(state, path)
     unet = {name: x for name, x in state.items() if "unet" in name}
     if kind == "unet":
-        converted, alphas = conversion._convert_non_diffusers_lora_to_diffusers(dict(unet))
+        theirs = diffusers.UNet2DConditionModel.load_config(str(tmp_path))
+        in_blocks = conversion._maybe_map_sgm_blocks_to_diffusers(dict(unet), SimpleNamespace(**theirs))
+        converted, alphas = conversion._convert_non_diffusers_lora_to_diffusers(in_blocks)
     else:
         converted, alphas = conversion._convert_kohya_flux_lora_to_diffusers(dict(unet)), None
     check(converted, new_model(path), network_alphas=alphas)
@@ -156,6 +189,67 @@ def test_adapters_of_diffusers_and_kohya_are_read_and_written(name: str, kind: s
         save_file({**unet, f"lora_unet_{key}.{fault}": tensor}, path)
         with pytest.raises(CheckpointError, match="is it of this network"):
             new_model(path)
+
+
+EULER: dict[str, Any] = {"method": "euler", "steps": 5}
+SCHEDULERS: dict[str, tuple[dict[str, Any], Any]] = {  # of published folders
+    "sdxl": ({"objective": {"prediction_type": "epsilon"}, "sampler": {**EULER, "spacing": "leading", "offset": 1}},
+             diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1,
+                                              timestep_spacing="leading")),
+    "sd3.5": ({"objective": {"prediction_type": "flow"}, "sampler": {**EULER, "spacing": "linspace", "shift": 3.0}},
+              diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_samples_are_those_of_the_loop_of_a_pipeline(name: str) -> None:
+    (settings, scheduler), cfg = SCHEDULERS[name], CONFIGS[name].model_copy(update={"zero": False})
+    torch.manual_seed(0)
+    model = Diffusion(DiffusionConfig(**{"unet": None, KINDS[name]: cfg, **settings})).double().eval()
+    config = to_config(cfg) or {}
+    peer = getattr(diffusers, config["_class_name"]).from_config(config).double().eval()
+    peer.load_state_dict(model.network.state_dict())
+    tokens, pooled, noise = (torch.randn(2, *n, dtype=torch.float64) for n in ((3, cfg.tokens), (cfg.pooled,), (2, 8, 12)))
+    condition, kwargs = Condition(tokens=tokens, pooled=pooled), {"pooled_projections": pooled}
+    if name == "sdxl":
+        condition, kwargs = condition._replace(sizes=SIZES), {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": SIZES}}
+    scheduler.set_timesteps(5)
+    x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
+    with torch.no_grad():
+        for time in scheduler.timesteps:
+            y = scheduler.scale_model_input(x, time) if name == "sdxl" else x
+            output = peer(y, timestep=time.expand(2), encoder_hidden_states=tokens, **kwargs).sample
+            x = scheduler.step(output, time, x).prev_sample.double()
+    actual = draw_samples(model.network, model.objective, model.cfg.sampler, noise, condition)
+    torch.testing.assert_close(actual, x, rtol=0, atol=2e-5 * x.abs().max().item())  # steps of diffusers are in float32
+
+
+def test_adapters_in_the_names_of_stable_diffusion_3_are_read(tmp_path: Path) -> None:
+    """In kohya's files. diffusers converts weights of these names, here their changes."""
+    why = "diffusers cannot import its loaders with these versions: adapters in the names of Stable Diffusion 3 are NOT tested"
+    module = pytest.importorskip("diffusers.loaders.single_file_utils", reason=why, exc_type=ImportError)
+    x, text = "x_block", "context_block"
+    shapes = {
+        f"0.{x}.attn2.qkv": (36, 12), f"2.{x}.attn2.proj": (12, 12), f"1.{x}.attn.proj": (12, 12), f"0.{text}.attn.proj": (12, 12),
+        f"1.{x}.mlp.fc1": (48, 12), f"2.{x}.mlp.fc2": (12, 48), f"0.{text}.mlp.fc1": (48, 12), f"1.{text}.mlp.fc2": (12, 48),
+        f"0.{x}.adaLN_modulation.1": (108, 12), f"1.{text}.adaLN_modulation.1": (72, 12), f"2.{text}.adaLN_modulation.1": (24, 12),
+        **{f"{n}.{part}.attn.qkv": (36, 12) for part in (x, text) for n in range(3)},
+    }  # fmt: skip
+    state, kind = dict[str, Tensor](), type("Changes", (dict,), {"pop": lambda self, key, *_: self.get(key, torch.zeros(6))})
+    changes: Any = kind({"context_embedder.weight": torch.zeros(12, 7)})  # zero for other weights
+    for name, (rows, columns) in shapes.items():
+        up, down = torch.randn(rows, 4, dtype=torch.float64), torch.randn(4, columns, dtype=torch.float64)
+        key, changes[f"joint_blocks.{name}.weight"] = f"lora_unet_joint_blocks_{name.replace('.', '_')}", up @ down / 2
+        state |= {f"{key}.lora_up.weight": up, f"{key}.lora_down.weight": down, f"{key}.alpha": torch.tensor(2.0)}
+    save_file(state, tmp_path / "kohya.safetensors")
+    model = Diffusion(DiffusionConfig(unet=None, sd3=CONFIGS["sd3.5"])).double()
+    before = {name: x.clone() for name, x in model.network.state_dict().items()}
+    load_adapter(model, tmp_path / "kohya.safetensors")
+    converted = module.convert_sd3_transformer_checkpoint_to_diffusers(changes)
+    expected = {name: change for name, change in converted.items() if change.any()}
+    assert len(expected) == sum(3 if "qkv" in name else 1 for name in shapes)
+    for name, weight in merge(model).network.state_dict().items():
+        torch.testing.assert_close(weight - before[name], expected.get(name, torch.zeros_like(weight)), rtol=1e-12, atol=1e-12)
 
 
 def check_same(model: nn.Module, peer: nn.Module) -> None:
@@ -175,7 +269,7 @@ def check_same(model: nn.Module, peer: nn.Module) -> None:
 def test_hpcai_and_diffusers_read_each_others_folders(name: str, tmp_path: Path) -> None:
     cfg = CONFIGS[name]
     torch.manual_seed(0)
-    model: Any = {UNetConfig: UNet, VAEConfig: VAE, DiTConfig: DiT, FluxConfig: Flux}[type(cfg)](cfg)
+    model: Any = {UNetConfig: UNet, VAEConfig: VAE, DiTConfig: DiT, FluxConfig: Flux, SD3Config: SD3}[type(cfg)](cfg)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.5 * (parameter.ndim == 1), 0.3)
     save_folder(model.state_dict(), cfg, tmp_path / "hpcai", shard=random.Random(name).choice((10**9, 20_000)))

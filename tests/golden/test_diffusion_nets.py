@@ -11,10 +11,11 @@ from torch import nn
 
 from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network
 from hpcai.models.diffusion.blocks import sinusoidal_embedding
-from hpcai.models.diffusion.config import DiTConfig, FluxConfig
+from hpcai.models.diffusion.config import DiTConfig, FluxConfig, SD3Config
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.load import DIFFUSERS_CLASSES
+from hpcai.models.diffusion.sd3 import SD3
 from tests.hash_values import fill_parameters
 from tests.reference_data import DATA, load_json, load_tensors
 
@@ -48,7 +49,8 @@ def build_unet(case: str) -> UNet:
 @pytest.mark.parametrize("case", SD2)
 def test_a_unet_with_cross_attention(case: str) -> None:
     io, expected, net = load_tensors(f"diffusion/sd2_unet_tiny/{case}"), SD2[case], build_unet(case)
-    inputs = io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"])
+    texts = {"pooled": io.get("text_embeds"), "sizes": io.get("time_ids")}  # of Stable Diffusion XL
+    inputs = io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"], **texts)
     check_close(sinusoidal_embedding(io["timestep"], net.cfg.channels[0], torch.float64), io["time_proj"], 1e-4)  # float32
     adamw = expected["adamw"]
     settings = {key: adamw[key] for key in ("lr", "betas", "eps", "weight_decay")}
@@ -111,9 +113,14 @@ def test_log_variances_are_clamped() -> None:
 
 
 FLUX_VAE = VAEConfig(latents=16, quantised=False, scale=0.3611, shift=0.1159)
+SDXL = UNetConfig(channels=(320, 640, 1280), attention=("none", "cross", "cross"), heads=(5, 10, 20), tokens=2048, pooled=1280,
+                  sizes=256, transformer_layers=(1, 2, 10))  # fmt: skip
 PUBLISHED: dict[str, tuple[Any, Any]] = {
     "sd2_base_unet": (UNet, UNetConfig()), "sd_vae": (VAE, VAEConfig()), "flux_vae": (VAE, FLUX_VAE),
     "dit_xl_2_256": (DiT, DiTConfig()), "flux1_schnell": (Flux, FluxConfig()), "flux1_dev": (Flux, FluxConfig(guidance=True)),
+    "sdxl_unet": (UNet, SDXL), "sd35_medium": (SD3, SD3Config()),
+    "sd35_large": (SD3, SD3Config(positions=192, layers=38, heads=38, dual_attention=())),
+    "sd3_medium": (SD3, SD3Config(positions=192, dual_attention=(), qk_norm=None)),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""DiT and Flux agree with stored results of diffusers (tests/data/diffusion)."""
+"""DiT, Flux and SD3 agree with stored results of diffusers (tests/data/diffusion)."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,14 @@ from torch import Tensor
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.flux import pack_latents
 from hpcai.models.diffusion.load import load_network
+from hpcai.models.diffusion.sd3 import SD3
 from tests.reference_data import DATA, load_arrays, load_json
 
 HOME = DATA / "diffusion"
 CASES = {  # case: folder of the model, tolerance of its outputs in float32
     "dit_tiny/dit": ("dit_tiny/model_a", 6e-5), "flux_tiny/plain": ("flux_tiny/model_schnell", 3e-4),
-    "flux_tiny/guided": ("flux_tiny/model_dev", 3e-4),
+    "flux_tiny/guided": ("flux_tiny/model_dev", 3e-4), "sd3_tiny/plain": ("sd3_tiny/model_3", 3e-4),
+    "sd3_tiny/dual": ("sd3_tiny/model_35", 3e-4),
 }  # fmt: skip
 
 
@@ -34,7 +36,7 @@ def load_inputs(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple
 
 
 def to_peer_layout(case: str, outputs: Tensor) -> Tensor:
-    return outputs if case.startswith("dit") else pack_latents(outputs)
+    return pack_latents(outputs) if case.startswith("flux") else outputs
 
 
 def check_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -44,6 +46,8 @@ def check_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_losses_and_gradients(case: str) -> None:
     model, expected = network(HOME / CASES[case][0]).double(), load_json(f"diffusion/{case}")
+    if case.startswith("sd3"):  # positions of a new network
+        assert torch.equal(SD3(model.cfg).pos_embed.pos_embed.half(), model.pos_embed.pos_embed.half())
     stored, inputs = load_inputs(case, torch.float64)
     out = to_peer_layout(case, model(*inputs))
     check_close(out, stored["out_f64"], 1e-10)

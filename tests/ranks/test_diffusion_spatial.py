@@ -25,8 +25,8 @@ MAPS = UNetConfig(
     **SMALL, field=1, channels=(8, 8, 12), attention=("self", "none", "self"), heads=(2, 2, 3), patch=2, periodic=(True, True)
 )
 GLOBE = UNetConfig(
-    **SMALL | {"tokens": 5, "middle": "cross"}, channels=(8, 12), attention=("cross", "cross"), heads=(2, 3),
-    periodic=(False, True), recompute="selective",
+    **SMALL | {"tokens": 5, "middle": "cross"}, channels=(8, 12), attention=("cross", "cross"), heads=(2, 3), pooled=3, sizes=4,
+    transformer_layers=(2, 1), periodic=(False, True), recompute="selective",
 )  # fmt: skip
 VOLUMES = UNetConfig(
     **SMALL, dims=3, field=2, parameters=3, channels=(6, 8), attention=("none", "self"), heads=(2, 2),
@@ -49,8 +49,9 @@ def new_condition(cfg: UNetConfig, count: int, seed: int = 5) -> Condition:
         torch.arange(count) % (cfg.classes + 1) if cfg.classes else None,
         normal(seed, count, cfg.parameters) if cfg.parameters else None,
         normal(seed + 1, count, 3, cfg.tokens) if cfg.tokens else None,
-        None,
+        normal(seed + 3, count, cfg.pooled) if cfg.pooled else None,
         normal(seed + 2, count, cfg.field, *coarse) if cfg.field else None,
+        sizes=torch.arange(6 * count).view(count, 6) if cfg.sizes else None,
     )
 
 
@@ -132,7 +133,7 @@ def batch(mesh: Mesh, cfg: UNetConfig, model: Diffusion, step: int) -> Batch:
     samples = slice(count * axis.rank // axis.size, count * (axis.rank + 1) // axis.size)
     condition = Condition(*(None if x is None else x[samples] for x in new_condition(cfg, count, 20 + step)))
     sample, number = normal(40 + step, count, cfg.inputs, *SIZES[cfg]), torch.arange(count) + 2 * step
-    kwargs = {name: getattr(condition, name) for name in ("field", "parameters", "classes", "tokens")}
+    kwargs = {name: getattr(condition, name) for name in ("field", "parameters", "classes", "tokens", "pooled", "sizes")}
     if cfg == STATES:
         states = [sample, *normal(50 + step, 2, count, 2, *SIZES[cfg])]
         sample, before, later = (model.grid.shard(x) for x in states)

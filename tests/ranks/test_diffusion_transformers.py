@@ -1,4 +1,4 @@
-"""DiT and Flux sharded over ``tensor``, weights and optimizer over replicas: the same training as on one rank."""
+"""DiT, Flux and SD3 sharded over ``tensor``, weights and optimizer over replicas: the same training as on one rank."""
 
 from typing import Any, NamedTuple
 
@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.diffusion.condition import Condition
-from hpcai.models.diffusion.config import DiTConfig, FluxConfig
-from hpcai.models.diffusion.dit import DiT
-from hpcai.models.diffusion.flux import Flux
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig
+from hpcai.models.diffusion.model import Diffusion
 from hpcai.models.diffusion.parallel import parallelize
 from hpcai.nn.deferred_init import deferred
 from hpcai.parallel import lora
@@ -25,6 +24,8 @@ FLUX: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "dit": DIT, "dit, dropped classes": {**DIT, "dropout": 0.4, "recompute": "layers"}, "flux": FLUX,
     "flux, guided": {**FLUX, "guidance": True, "recompute": "selective"},
+    "sd3": {"inputs": 2, "outputs": 2, "size": 6, "positions": 3, "layers": 3, "heads": 4, "head": 3, "tokens": 5, "pooled": 3,
+            "dual_attention": (0, 2), "recompute": "selective"},
 }  # fmt: skip
 MESHES = [{"tensor": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 4}]
 
@@ -52,7 +53,8 @@ def batch(mesh: Mesh, step: int, cfg: Any) -> Batch:
     x, target, time = normal(2, 4, 4), normal(2, 4, 4), own(torch.rand(4, generator=draw, dtype=torch.float64))
     if isinstance(cfg, DiTConfig):
         return Batch(x, 1000 * time, target, own(torch.randint(0, cfg.classes, (4,), generator=draw)))
-    return Batch(x, time, target, None, normal(3, cfg.tokens), normal(cfg.pooled), time + 1 if cfg.guidance else None)
+    guidance = time + 1 if getattr(cfg, "guidance", False) else None
+    return Batch(x, time, target, None, normal(3, cfg.tokens), normal(cfg.pooled), guidance)
 
 
 def loss(model: nn.Module, part: Batch) -> dict[str, Tensor]:
@@ -61,8 +63,7 @@ def loss(model: nn.Module, part: Batch) -> dict[str, Tensor]:
 
 
 def new_model(name: str) -> Any:
-    sizes = MODELS[name]
-    return DiT(DiTConfig(**sizes)) if name.startswith("dit") else Flux(FluxConfig(**sizes))
+    return Diffusion(DiffusionConfig(**{"unet": None, name.partition(",")[0]: MODELS[name]})).network
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
@@ -85,7 +86,7 @@ def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Batch]:
 def test_sharded_equals_full(axes: dict[str, int]) -> None:
     cases: list[Case] = [{"model": name} for name in MODELS] + [{"model": "flux", "adapters": True}]
     if "replicate" in axes:  # replicas would drop different classes
-        pairs = [("dit", "none"), ("dit", "weights"), ("flux, guided", "optimizer"), ("flux, guided", "weights")]
+        pairs = [(name, "weights") for name in ("dit", "flux, guided", "sd3")] + [("dit", "none"), ("flux, guided", "optimizer")]
         cases = [{"model": name, "shard": shard} for name, shard in pairs if "tensor" in axes or shard == "weights"]
         cases += [{"model": "flux", "adapters": True, "shard": "weights"}]
     check_sharded_equals_full(axes, cases, new_step, batches)

@@ -266,16 +266,16 @@ class TransformerLayer(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """x + a transformer layer over pixels, with cross-attention to tokens (Rombach et al. 2022).
+    """x + transformer layers over pixels, with cross-attention to tokens (Rombach et al. 2022).
 
     Shape: x [B, C, ...], tokens [B, N', J] -> [B, C, ...]
     """
 
-    def __init__(self, channels: int, heads: int, tokens: int, groups: int, zero: bool = False) -> None:
+    def __init__(self, channels: int, heads: int, tokens: int, groups: int, zero: bool = False, layers: int = 1) -> None:
         super().__init__()
         self.norm = GroupNorm(groups, channels, eps=_TRANSFORMER_EPS)
         self.proj_in, self.proj_out = nn.Linear(channels, channels), nn.Linear(channels, channels)
-        self.transformer_blocks = nn.ModuleList([TransformerLayer(channels, heads, tokens)])
+        self.transformer_blocks = nn.ModuleList(TransformerLayer(channels, heads, tokens) for _ in range(layers))
         if zero:
             zero_init(self.proj_out)
 

@@ -29,8 +29,14 @@ class UNetConfig(Settings):
     middle: Literal["none", "self", "cross"] = "cross"
     heads: Levels = (5, 10, 20, 20)
     """attention heads of each level; the middle has those of the lowest level"""
+    transformer_layers: tuple[PositiveInt, ...] = ()
+    """transformer layers with cross-attention in each block of a level, and in the middle those of the lowest; empty: one"""
     tokens: PositiveInt | None = 1024
     """channels of conditioning tokens; null: none"""
+    pooled: PositiveInt | None = None
+    """channels of the pooled text embedding, beside ``sizes``; null: none. Stable Diffusion XL: 1280 (Podell et al. 2023)"""
+    sizes: PositiveInt | None = None
+    """channels of the embedding of each of the six sizes of an image (``Condition.sizes``); null: none. Stable Diffusion XL: 256"""
     classes: PositiveInt | None = None
     parameters: NonNegativeInt = 0
     """number of conditioning physical parameters"""
@@ -58,7 +64,7 @@ class UNetConfig(Settings):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         levels = len(self.channels)
-        for name in ("attention", "heads"):
+        for name in ("attention", "heads", *(["transformer_layers"] if self.transformer_layers else [])):
             if len(getattr(self, name)) != levels:
                 raise ValueError(f"{name} has {len(getattr(self, name))} values, channels {levels}; give one for each level")
         if self.periodic and len(self.periodic) != self.dims:
@@ -66,6 +72,8 @@ class UNetConfig(Settings):
         kinds = (*self.attention, self.middle)
         if ("cross" in kinds) != (self.tokens is not None):
             raise ValueError("attention to tokens (cross) needs tokens, their channels, and tokens need attention to them")
+        if (self.pooled is None) != (self.sizes is None) or (self.tokens is None and (self.pooled or self.transformer_layers)):
+            raise ValueError("pooled and sizes go together, and they and transformer_layers beside tokens; give all, or none")
         for channels, kind, heads in zip((*self.channels, self.channels[-1]), kinds, (*self.heads, self.heads[-1])):
             for name in ("groups", "attention_groups") if kind != "none" and self.attention_groups else ("groups",):
                 if channels % (groups := getattr(self, name)):
@@ -75,7 +83,25 @@ class UNetConfig(Settings):
         return self
 
 
-class DiTConfig(Settings):
+class TransformerConfig(Settings):
+    """Settings of all transformers."""
+
+    heads: PositiveInt
+    head: PositiveInt
+    """channels of a head"""
+    zero: bool = True
+    """initialize modulations and the last layer to zero, as published"""
+    recompute: Recompute = "none"
+    """activation recomputation in the backward pass. selective: norms, rotary embeddings and activation functions; layers: whole
+    layers, of which only the inputs are saved"""
+
+    @property
+    def width(self) -> int:
+        """Hidden size."""
+        return self.heads * self.head
+
+
+class DiTConfig(TransformerConfig):
     """A transformer over patches of a sample (Peebles and Xie 2023); the default is DiT-XL/2."""
 
     inputs: PositiveInt = 4
@@ -87,15 +113,9 @@ class DiTConfig(Settings):
     layers: PositiveInt = 28
     heads: PositiveInt = 16
     head: PositiveInt = 72
-    """channels of a head"""
     classes: PositiveInt = 1000
     dropout: Rate = 0.0
     """fraction of samples whose class is dropped"""
-    zero: bool = True
-    """initialize modulations and the last layer to zero, as published"""
-    recompute: Recompute = "none"
-    """activation recomputation in the backward pass. selective: norms, rotary embeddings and activation functions; layers: whole
-    layers, of which only the inputs are saved"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -105,13 +125,8 @@ class DiTConfig(Settings):
             raise ValueError(f"{self.heads} heads of {self.head} channels: positions of two dims need a multiple of 4 channels")
         return self
 
-    @property
-    def width(self) -> int:
-        """Hidden size."""
-        return self.heads * self.head
 
-
-class FluxConfig(Settings):
+class FluxConfig(TransformerConfig):
     """A transformer over text and image tokens; the default is Flux.1 schnell with 11,891,178,560 parameters."""
 
     inputs: PositiveInt = 64
@@ -122,7 +137,6 @@ class FluxConfig(Settings):
     """number of single-stream blocks, with shared weights"""
     heads: PositiveInt = 24
     head: PositiveInt = 128
-    """channels of a head"""
     tokens: PositiveInt = 4096
     """channels of a text token (T5)"""
     pooled: PositiveInt = 768
@@ -132,11 +146,6 @@ class FluxConfig(Settings):
     turned: tuple[PositiveInt, PositiveInt, PositiveInt] = (16, 56, 56)
     """channels of a head with rotary embedding of each coordinate of a token: kind, row, column"""
     theta: PositiveFloat = 10_000.0
-    zero: bool = True
-    """initialize modulations and the last layer to zero"""
-    recompute: Recompute = "none"
-    """activation recomputation in the backward pass. selective: norms, rotary embeddings and activation functions; layers: whole
-    layers, of which only the inputs are saved"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -146,10 +155,36 @@ class FluxConfig(Settings):
             raise ValueError(f"turned {list(self.turned)} must be even and add up to the {self.head} channels of a head")
         return self
 
-    @property
-    def width(self) -> int:
-        """Hidden size."""
-        return self.heads * self.head
+
+class SD3Config(TransformerConfig):
+    """A transformer over text and image tokens; the default is Stable Diffusion 3.5 medium with 2,243,171,520 parameters."""
+
+    inputs: PositiveInt = 16
+    outputs: PositiveInt = 16
+    size: PositiveInt = 128
+    """pixels along each dim of a sample over which the table of positions is stretched, as in files"""
+    positions: PositiveInt = 384
+    """patches along each dim of the table of positions; samples of fewer patches have those of its middle"""
+    patch: PositiveInt = 2
+    layers: PositiveInt = 24
+    heads: PositiveInt = 24
+    head: PositiveInt = 64
+    tokens: PositiveInt = 4096
+    """channels of a text token (CLIP, padded, and T5)"""
+    pooled: PositiveInt = 2048
+    """channels of the pooled text embedding (both CLIP)"""
+    dual_attention: tuple[NonNegativeInt, ...] = tuple(range(13))
+    """numbers of the layers with a second attention, of the image alone"""
+    qk_norm: Literal["rms_norm"] | None = "rms_norm"
+    """of queries and keys; null: none (Stable Diffusion 3)"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.heads * self.head % 4:
+            raise ValueError(f"{self.heads} heads of {self.head} channels: positions of two dims need a multiple of 4 channels")
+        if max(self.dual_attention, default=0) >= self.layers:
+            raise ValueError(f"dual_attention has layer {max(self.dual_attention)}; give numbers below {self.layers}, of layers")
+        return self
 
 
 class VAEConfig(Settings):
@@ -314,11 +349,12 @@ class DiffusionLoRAConfig(LoRAConfig):
 
 
 class DiffusionConfig(Settings):
-    """One of three networks, its objective and its sampler."""
+    """One of four networks, its objective and its sampler."""
 
     unet: UNetConfig | None = UNetConfig()
     dit: DiTConfig | None = None
     flux: FluxConfig | None = None
+    sd3: SD3Config | None = None
     objective: ObjectiveConfig = ObjectiveConfig()
     sampler: SamplerConfig = SamplerConfig()
     """default sampler"""
@@ -342,9 +378,9 @@ class DiffusionConfig(Settings):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        named = [name for name in ("unet", "dit", "flux") if getattr(self, name) is not None]
+        named = [name for name in ("unet", "dit", "flux", "sd3") if getattr(self, name) is not None]
         if len(named) != 1:
-            raise ValueError(f"expected one of unet, dit and flux, found {', '.join(named) or 'none'}; set the others to null")
+            raise ValueError(f"expected one of unet, dit, flux and sd3, found {', '.join(named) or 'none'}; set the others to null")
         if self.mean is not None and self.residual is None:
             raise ValueError("mean needs residual, the deviation of samples from it; set it to measured")
         return self
@@ -352,4 +388,4 @@ class DiffusionConfig(Settings):
     @property
     def network(self) -> Any:
         """The settings of the network."""
-        return self.unet or self.dit or self.flux
+        return self.unet or self.dit or self.flux or self.sd3

@@ -11,8 +11,16 @@ from hpcai.errors import DataError
 from hpcai.models.diffusion.blocks import FeedForward, TimeEmbedding, sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import TIME_CHANNELS, DiTConfig
-from hpcai.models.diffusion.transformer import GELUProjection, Modulation, attend, check_inputs, init_weights, modulate, split_heads
-from hpcai.nn.matmul import fused_linear
+from hpcai.models.diffusion.transformer import (
+    GELUProjection,
+    Modulation,
+    SelfAttention,
+    check_inputs,
+    init_weights,
+    modulate,
+    position_embedding,
+    unpatchify,
+)
 from hpcai.nn.recompute import cheap, run_block
 from hpcai.nn.weights import PretrainedMixin
 
@@ -25,7 +33,8 @@ class PatchEmbed(nn.Module):
         self.cfg, self.proj = cfg, nn.Conv2d(cfg.inputs, cfg.width, cfg.patch, cfg.patch)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2) + position_embedding(self.cfg, x.dtype, x.device)
+        places = torch.arange(self.cfg.size // self.cfg.patch, device=x.device)
+        return self.proj(x).flatten(2).transpose(1, 2) + position_embedding(places, self.cfg.width, x.dtype)
 
 
 class CombinedTimestepLabelEmbeddings(nn.Module):
@@ -40,19 +49,6 @@ class CombinedTimestepLabelEmbeddings(nn.Module):
         return self.timestep_embedder(time) + self.class_embedder["embedding_table"](classes)
 
 
-class Attention(nn.Module):
-    """x [B, T, C] -> the same"""
-
-    def __init__(self, cfg: DiTConfig) -> None:
-        super().__init__()
-        self.size = cfg.head
-        self.to_q, self.to_k, self.to_v = (nn.Linear(cfg.width, cfg.width) for _ in range(3))
-        self.to_out = nn.Sequential(nn.Linear(cfg.width, cfg.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.to_out(attend(*(split_heads(y, self.size) for y in fused_linear(x, self.to_q, self.to_k, self.to_v))))
-
-
 class Block(nn.Module):
     """x [B, T, C], sinusoidal time [B, 256], classes [B] -> x, and the conditioning embedding [B, C]"""
 
@@ -61,7 +57,7 @@ class Block(nn.Module):
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
         self.norm1 = Modulation(cfg.width, 6, CombinedTimestepLabelEmbeddings(cfg))  # in every block, as in the files
-        self.attn1, self.ff = Attention(cfg), FeedForward(cfg.width, GELUProjection(cfg.width))
+        self.attn1, self.ff = SelfAttention(cfg.width, cfg.head, False), FeedForward(cfg.width, GELUProjection(cfg.width))
 
     def forward(self, x: Tensor, time: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
         c = self.norm1.emb(time, classes)
@@ -105,12 +101,5 @@ class DiT(PretrainedMixin):
             y, c = run_block(block, cfg.recompute, y, embedded, classes)
             conditions.append(c)
         shift, scale = self.proj_out_1(F.silu(conditions[0])).chunk(2, -1)  # the embedding of the first block
-        y, n = self.proj_out_2(modulate(y, shift, scale)), cfg.size // cfg.patch  # y [B, T, patch patch C]
-        return y.unflatten(2, (cfg.patch, cfg.patch, -1)).unflatten(1, (n, n)).permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
-
-
-def position_embedding(cfg: DiTConfig, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """Return sines and cosines of the column of each patch, then of its row, computed in float32 at least.   [T, C]"""
-    wide, n = torch.promote_types(dtype, torch.float32), cfg.size // cfg.patch
-    axis = sinusoidal_embedding(torch.arange(n, device=device), cfg.width // 2, wide).roll(cfg.width // 4, -1)  # sines first
-    return torch.cat((axis[None].expand(n, -1, -1), axis[:, None].expand(-1, n, -1)), -1).flatten(0, 1).to(dtype)
+        n = cfg.size // cfg.patch
+        return unpatchify(self.proj_out_2(modulate(y, shift, scale)), cfg.patch, n, n)

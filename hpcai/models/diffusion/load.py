@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.json_file import check_fields, read_object
-from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FluxConfig, UNetConfig, VAEConfig
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FluxConfig, SD3Config, UNetConfig, VAEConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
+from hpcai.models.diffusion.sd3 import SD3
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
 from hpcai.nn import weights
@@ -33,7 +34,7 @@ _VERSION = "0.42.1"  # of diffusers
 _LEGACY_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # in older autoencoders
 _LEGACY_ATTENTION = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
 _MATRICES = tuple(f".{name}.weight" for name in ("proj_in", "proj_out", "to_q", "to_k", "to_v", "to_out.0"))
-_IGNORED = {"sample_size", "force_upcast", "upcast_attention", "addition_time_embed_dim", "addition_embed_type_num_heads"}
+_IGNORED = {"sample_size", "force_upcast", "upcast_attention", "addition_embed_type_num_heads"}
 
 State = dict[str, Tensor]
 NameMap = Mapping[str, Sequence[Any]]  # name in diffusers -> our name, and the default of one that is not required
@@ -41,6 +42,7 @@ TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").r
 """names of settings, fixed values of those that our networks do not have, and the settings of U-Nets that are read"""
 _UNET_FIXED = {name: TABLES["unet fixed"] | TABLES[f"{name} fixed"] for name in ("UNet2DConditionModel", "UNet2DModel")}
 _UNET, _UNET_READ, _BLOCKS = (TABLES[f"unet {name}"] for name in ("names", "read", "blocks"))
+_UNET_CONDITION_READ, _TEXT_TIME = TABLES["UNet2DConditionModel read"], TABLES["UNet2DConditionModel texts and sizes"]
 _VAE, _VAE_FIXED, _DIT, _DIT_FIXED = (TABLES[name] for name in ("vae names", "vae fixed", "dit names", "dit fixed"))
 
 
@@ -246,13 +248,23 @@ def _read_unet(config: Mapping[str, Any], path: Path, kind: str, fixed: Mapping[
 
 
 def _from_unet_condition(config: Mapping[str, Any], path: Path) -> UNetConfig:
-    common = _read_unet(config, path, "cross", _UNET_FIXED["UNet2DConditionModel"], "cross_attention_dim", "use_linear_projection")
+    fixed = _UNET_FIXED["UNet2DConditionModel"] | (_TEXT_TIME if config.get("addition_embed_type") else {})
+    common = _read_unet(config, path, "cross", fixed, *_UNET_CONDITION_READ)
     levels = len(common["channels"])
-    _check_levels(config, path, ("cross_attention_dim",), levels)
+    _check_levels(config, path, ("cross_attention_dim", "transformer_layers_per_block"), levels)
+    tokens, layers = _single(config, path, "cross_attention_dim", 1280), config.get("transformer_layers_per_block", 1)
+    layers = tuple(layers) if isinstance(layers, list) else (layers,) * levels
+    common["transformer_layers"] = () if all(n == 1 for n in layers) else layers
+    if config.get("addition_embed_type"):
+        sizes, total = config["addition_time_embed_dim"], config["projection_class_embeddings_input_dim"]
+        if total - 5 * sizes == tokens:  # of one encoder: the refiner's
+            error = f"projection_class_embeddings_input_dim is {total}, {tokens} of a text and {sizes} of five numbers"
+            raise ConfigError(f"{path}: {error}, a refiner's; networks here take the base's six sizes: name the folder of the base")
+        common |= {"pooled": total - 6 * sizes, "sizes": sizes}
     heads = config.get("attention_head_dim", 8)  # the number of heads, in this class
     heads = tuple(heads) if isinstance(heads, list) else (heads,) * levels
     _check_divides(path, common["channels"], "attention_head_dim", heads)
-    return UNetConfig(**common, heads=heads, tokens=_single(config, path, "cross_attention_dim", 1280))
+    return UNetConfig(**common, heads=heads, tokens=tokens)
 
 
 def _from_unet_2d(config: Mapping[str, Any], path: Path) -> UNetConfig:
@@ -281,6 +293,10 @@ def _to_unet(kind: str, cfg: Any) -> dict[str, Any] | None:
         own["field_channels"] = cfg.field
     if is_conditional:
         own |= {"attention_head_dim": list(cfg.heads), "cross_attention_dim": cfg.tokens, "use_linear_projection": True}
+        own["transformer_layers_per_block"] = list(cfg.transformer_layers) or 1
+        if cfg.pooled and cfg.sizes:
+            total = cfg.pooled + 6 * cfg.sizes
+            own |= _TEXT_TIME | {"addition_time_embed_dim": cfg.sizes, "projection_class_embeddings_input_dim": total}
     else:
         own |= {"attention_head_dim": next(iter(_head_sizes(cfg)), 8), "add_attention": cfg.middle == "self"}
     return _to_diffusers(kind, cfg, _UNET, _UNET_FIXED[kind]) | own
@@ -342,6 +358,12 @@ def _from_flux(config: Mapping[str, Any], path: Path) -> FluxConfig:
     return FluxConfig(**_from_diffusers(config, path, TABLES["flux names"], {"patch_size": 1, "out_channels": outputs}))
 
 
+def _from_sd3(config: Mapping[str, Any], path: Path) -> SD3Config:
+    width = config.get("num_attention_heads", 18) * config.get("attention_head_dim", 64)
+    cfg = _from_diffusers({"caption_projection_dim": 1152, **config}, path, TABLES["sd3 names"], {"caption_projection_dim": width})
+    return SD3Config(**cfg | {"outputs": cfg["outputs"] or cfg["inputs"]})
+
+
 def _to_dit(cfg: Any) -> dict[str, Any] | None:
     return _to_diffusers("DiTTransformer2DModel", cfg, _DIT, _DIT_FIXED) if isinstance(cfg, DiTConfig) else None
 
@@ -350,6 +372,11 @@ def _to_flux(cfg: Any) -> dict[str, Any] | None:
     if not isinstance(cfg, FluxConfig) or cfg.theta != 10_000.0:
         return None
     return _to_diffusers("FluxTransformer2DModel", cfg, TABLES["flux names"], {"patch_size": 1, "out_channels": None})
+
+
+def _to_sd3(cfg: Any) -> dict[str, Any] | None:
+    fixed = {"caption_projection_dim": getattr(cfg, "width", None)}
+    return _to_diffusers("SD3Transformer2DModel", cfg, TABLES["sd3 names"], fixed) if isinstance(cfg, SD3Config) else None
 
 
 DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
@@ -361,6 +388,7 @@ DIFFUSERS_CLASSES: dict[str, DiffusersClass] = {
         DiT, partial(_from_dit, defaults=TABLES["Transformer2DModel defaults"]), lambda cfg: None
     ),
     "FluxTransformer2DModel": DiffusersClass(Flux, _from_flux, _to_flux),
+    "SD3Transformer2DModel": DiffusersClass(SD3, _from_sd3, _to_sd3),
 }
 
 

@@ -27,6 +27,7 @@ from hpcai.settings import longest_end
 
 _FILE, _METADATA = "pytorch_lora_weights.safetensors", "lora_adapter_metadata"
 _KEY = re.compile(r"(?:(?:unet|transformer)\.|lora_unet_)?(.+)\.(?:(lora_A|lora[._]down)|(lora_B|lora[._]up)|alpha)(?:\.weight)?")
+_LDM = re.compile(r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(resnets|attentions)\.(\d+)\.(.+)")
 _TEXT = re.compile(r"text_encoder(_\d)?\.|lora_te\d?_")
 
 
@@ -87,6 +88,8 @@ def load_adapter(model: Diffusion, path: str | Path) -> DiffusionLoRAConfig:
         shapes, expected = [list(down.shape), list(up.shape)], [[len(down), sizes[names[0]][1]], [sum(rows), len(down)]]
         if shapes != expected or not (down.is_floating_point() and up.is_floating_point()):
             raise CheckpointError(f"{path}: {theirs} has {shapes}, expected {expected} of floating-point; is it of this network?")
+        if "adaLN" in theirs and rows[0] == 2 * down.shape[1]:  # of shift and scale, which are scale and shift in diffusers
+            up = up.roll(down.shape[1], 0)
         for name, piece in zip(names, up.split(rows)):
             alpha = cfg.alpha_pattern.get(longest_end(name, cfg.alpha_pattern), cfg.alpha) if cfg else len(down)
             layers[name] = len(down), float(part.get("alpha", alpha))
@@ -119,8 +122,22 @@ def _linear_sizes(model: Diffusion) -> dict[str, tuple[int, ...]]:
 
 
 def _names_in_files(model: Diffusion, sizes: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the linear layers of each name in files: of diffusers, of kohya's, and of Flux.1's own code, where several are one."""
+    """Return the linear layers of each name in files: of diffusers, of kohya's, and of the networks' own code, where several of a
+    transformer are one."""
     names: dict[str, tuple[str, ...]] = {form: (name,) for name in sizes for form in (name, name.replace(".", "_"))}
-    numbers = range(max(model.cfg.flux.double, model.cfg.flux.single)) if model.cfg.flux is not None else ()
-    joined = ((theirs.format(n), tuple(x.format(n) for x in own)) for theirs, own in TABLES["kohya flux"].items() for n in numbers)
+    if model.cfg.unet is not None:
+        return names | {_in_ldm(name, model.cfg.unet.blocks): (name,) for name in sizes}
+    numbers = {number for name in sizes for number in name.split(".")[1:2]}
+    joined = ((theirs.format(n), tuple(x.format(n) for x in own)) for theirs, own in TABLES["own names"].items() for n in numbers)
     return names | {theirs: ours for theirs, ours in joined if ours[0] in sizes}
+
+
+def _in_ldm(name: str, blocks: int) -> str:
+    """Return the name of a layer of a U-Net with ``blocks`` in a level of the encoder in the code of latent diffusion."""
+    if (match := _LDM.fullmatch(name)) is None:
+        return name
+    where, level, kind, number, rest = match.groups()
+    is_attention, place = kind == "attentions", (blocks + 1) * int(level or 0) + int(number)
+    prefix = f"input_blocks_{place + 1}_{is_attention:d}" if where == "down" else f"output_blocks_{place}_{is_attention:d}"
+    prefix = f"middle_block_{1 if is_attention else 2 * place}" if where == "mid" else prefix
+    return f"{prefix}_{rest}".replace(".", "_").replace("time_emb_proj", "emb_layers_1")

@@ -15,13 +15,14 @@ from hpcai.arrays import to_array, warn
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion.blocks import Space, resize
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
-from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FieldsConfig, FluxConfig, SamplerConfig, UNetConfig
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FieldsConfig, FluxConfig, SamplerConfig, SD3Config, UNetConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.grid import UNSHARDED, Grid
 from hpcai.models.diffusion.noise import INITIAL, SAMPLER_STEPS, normals
 from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import plan_steps, sample
+from hpcai.models.diffusion.sd3 import SD3
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import Latents
 from hpcai.nn.weights import PretrainedMixin
@@ -29,7 +30,7 @@ from hpcai.nn.weights import PretrainedMixin
 _RANGE_TOLERANCE = 1e-3  # of standardized parameters, whose range is [-1, 1]
 _MIN_RMS, _MAX_RMS = 0.05, 4.0  # of a standardized coarse field; simulated ones have 0.4 to 1.2
 _BATCH_SIZE = 64
-_NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux}
+_NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux, SD3Config: SD3}
 
 
 class Diffusion(PretrainedMixin):
@@ -162,7 +163,8 @@ class Diffusion(PretrainedMixin):
         return ((mean if noise is None else latents.sample(noise(mean.shape[1:]))) - cfg.shift) * cfg.scale
 
     def unconditional(self, condition: Condition) -> Condition:
-        """Replace a condition for guidance: fields and parameters by zeros, classes by no class, texts by the empty text."""
+        """Replace a condition for guidance: fields and parameters by zeros, classes by no class, texts by the empty text. Guidance
+        strength and sizes stay."""
         replaced: dict[str, Tensor] = {}
         for name, x in condition._asdict().items():
             if name in ("tokens", "pooled") and x is not None:
@@ -170,7 +172,7 @@ class Diffusion(PretrainedMixin):
                 if empty is None:
                     raise ConfigError(f"no embedding of the empty text: the settings have no latents.{name}; give unconditional")
                 replaced[name] = empty.to(x.dtype).expand_as(x)
-            elif x is not None and name != "guidance":
+            elif x is not None and name not in ("guidance", "sizes"):
                 replaced[name] = torch.full_like(x, self.cfg.network.classes) if name == "classes" else torch.zeros_like(x)
         return condition._replace(**replaced)
 

@@ -1,5 +1,5 @@
 """Parallel diffusion models. Samples of a U-Net are sharded along space: maps over ``height``, volumes over ``depth`` and
-``height``. Heads of DiT and Flux, and channels of their feed-forward layers, are sharded over ``tensor``.
+``height``. Heads of DiT, Flux and SD3, and channels of their feed-forward layers, are sharded over ``tensor``.
 
 Each rank has its pixels of a sharded sample at every resolution, and the full condition. All ranks along ``tensor`` have all tokens
 between layers, and replicated modulations.
@@ -22,13 +22,14 @@ from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux, SingleStreamBlock
 from hpcai.models.diffusion.grid import Grid
 from hpcai.models.diffusion.model import Diffusion
+from hpcai.models.diffusion.sd3 import SD3
 from hpcai.models.diffusion.unet import UNet, pixel_shuffle, pixel_unshuffle
 from hpcai.nn.rmsnorm import RMSNorm
 from hpcai.parallel.data_parallel import sum_gradients_over
 from hpcai.parallel.spatial import Sizes, SpatialLayer, SpatialPartition, parallelize_spatial, plan_size
 from hpcai.parallel.tensor import column_parallel, row_parallel
 
-Model = TypeVar("Model", Diffusion, UNet, DiT, Flux)
+Model = TypeVar("Model", Diffusion, UNet, DiT, Flux, SD3)
 _OUTPUTS = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "proj_mlp", "net.0.proj")
 _INPUTS = ("to_out.0", "to_add_out", "net.2")
 
@@ -127,6 +128,8 @@ def _example(network: UNet, size: Sequence[int]) -> tuple[Any, ...]:
         "tokens": empty(1, 1, cfg.tokens) if cfg.tokens else None,
         "field": empty(1, cfg.field, *sides) if cfg.field else None,
         "fine": empty(1, cfg.fine, *sides) if cfg.fine else None,
+        "pooled": empty(1, cfg.pooled) if cfg.pooled else None,
+        "sizes": empty(1, 6) if cfg.sizes else None,
     }
     return empty(1, cfg.inputs, *sides), empty(1), Condition(**condition)
 

@@ -305,9 +305,10 @@ def _log_ratio(alpha: float, sigma: float) -> float:
 @torch.no_grad()
 def _euler_heun(model: _Denoiser, steps: list[Step], cfg: SamplerConfig, x: Tensor, step_noise: StepNoise) -> Iterator[Tensor]:
     """Integrate dx/ds = (x - x0) / s by Euler's or Heun's method (Karras et al. 2022, algorithms 1 and 2). s is sigma for edm, t
-    for flow, whose slope is noise - x0, and sigma / alpha with a schedule, for x divided by alpha. The last step is Euler's."""
+    for flow, whose slope is noise - x0, and sigma / alpha with a schedule, for x divided by alpha, which begins at 1 / alpha with
+    leading, as in published pipelines. The last step is Euler's."""
     scheduled = model.objective.has_schedule
-    x = x * (steps[0].sigma / (steps[0].alpha if scheduled else 1.0))
+    x = x * ((1.0 if cfg.spacing == "leading" else steps[0].sigma) / (steps[0].alpha if scheduled else 1.0))
     for i, (time, alpha, sigma, next_alpha, next_sigma) in enumerate(steps):
         scale, next_scale = (alpha, next_alpha) if scheduled else (1.0, 1.0)
         if cfg.churn and cfg.churn_low <= sigma <= cfg.churn_high:

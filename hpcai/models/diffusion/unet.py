@@ -4,7 +4,8 @@ Parameters have the names of diffusers' files: of UNet2DConditionModel with cros
 Shapes as in ``hpcai.models.diffusion.blocks``; T channels of the time embedding
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,8 @@ from hpcai.models.diffusion.transformer import check_inputs
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.recompute import run_block
 
+_Attention = Callable[[], nn.Module] | None
+
 
 class _LayerFactory:
     """Constructs the blocks of a level from the settings."""
@@ -45,23 +48,25 @@ class _LayerFactory:
         cfg = self.cfg
         return ResBlock(self.space, inputs, outputs, self.time, cfg.groups, cfg.eps, cfg.dropout, cfg.zero)
 
-    def attention(self, kind: str, channels: int, heads: int) -> nn.Module:
+    def attention(self, kind: str, level: int) -> _Attention:
+        """Return the constructor of the attention of a level."""
         cfg, groups = self.cfg, self.cfg.attention_groups or self.cfg.groups
+        channels, heads, layers = cfg.channels[level], cfg.heads[level], (cfg.transformer_layers or (1,) * len(cfg.heads))[level]
         if kind == "cross":
             assert cfg.tokens is not None
-            return CrossAttention(channels, heads, cfg.tokens, groups, cfg.zero)
-        return SelfAttention(channels, heads, groups, cfg.eps, cfg.zero)
+            return partial(CrossAttention, channels, heads, cfg.tokens, groups, cfg.zero, layers)
+        return partial(SelfAttention, channels, heads, groups, cfg.eps, cfg.zero) if kind == "self" else None
 
 
 class Level(nn.Module):
     """Residual blocks of one resolution, with attention after each.   ``inputs``: input channels of each block"""
 
-    def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int) -> None:
+    def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, attention: _Attention) -> None:
         super().__init__()
         self.recompute = shapes.cfg.recompute
         self.resnets = nn.ModuleList(shapes.block(n, channels) for n in inputs)
-        if kind != "none":
-            self.attentions = nn.ModuleList(shapes.attention(kind, channels, heads) for _ in inputs)
+        if attention is not None:
+            self.attentions = nn.ModuleList(attention() for _ in inputs)
 
     def parts(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
         """Yield each block with the attention after it."""
@@ -76,8 +81,8 @@ class Level(nn.Module):
 class DownLevel(Level):
     """x [B, C, ...] -> [B, C', .../2], and the outputs of all blocks and of the downsampling, for skip connections"""
 
-    def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
-        super().__init__(shapes, inputs, channels, kind, heads)
+    def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, attention: _Attention, last: bool) -> None:
+        super().__init__(shapes, inputs, channels, attention)
         self.downsamplers = None if last else nn.ModuleList([Downsample(shapes.space, channels)])
 
     def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> tuple[Tensor, list[Tensor]]:
@@ -95,8 +100,8 @@ class DownLevel(Level):
 class UpLevel(Level):
     """x [B, C, ...] and a skip connection for each block -> [B, C', ...], upsampled to sides ``sizes`` unless the level is last"""
 
-    def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
-        super().__init__(shapes, inputs, channels, kind, heads)
+    def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, attention: _Attention, last: bool) -> None:
+        super().__init__(shapes, inputs, channels, attention)
         self.upsamplers = None if last else nn.ModuleList([Upsample(shapes.space, channels)])
 
     def forward(self, x: Tensor, skips: list[Tensor], sizes: Sequence[int], time: Tensor, tokens: Tensor | None) -> Tensor:
@@ -111,10 +116,10 @@ class UpLevel(Level):
 class Middle(Level):
     """Two blocks with attention in between.   [B, C, ...] -> the same"""
 
-    def __init__(self, shapes: _LayerFactory, channels: int, kind: str, heads: int) -> None:
-        super().__init__(shapes, (channels, channels), channels, "none", heads)
-        if kind != "none":
-            self.attentions = nn.ModuleList([shapes.attention(kind, channels, heads)])
+    def __init__(self, shapes: _LayerFactory, channels: int, attention: _Attention) -> None:
+        super().__init__(shapes, (channels, channels), channels, None)
+        if attention is not None:
+            self.attentions = nn.ModuleList([attention()])
 
     def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> Tensor:
         x = self.run(self.resnets[0], x, time)
@@ -133,7 +138,8 @@ class UNet(nn.Module):
     def __init__(self, cfg: UNetConfig | None = None) -> None:
         super().__init__()
         self.cfg = cfg = cfg or UNetConfig()
-        shapes, levels = _LayerFactory(cfg), list(zip(cfg.channels, cfg.attention, cfg.heads))
+        shapes = _LayerFactory(cfg)
+        levels = [(n, shapes.attention(kind, level)) for level, (n, kind) in enumerate(zip(cfg.channels, cfg.attention))]
         first, last = cfg.channels[0], cfg.channels[-1]
         self.space, self.grid = shapes.space, Grid()  # a seam: pixels may be sharded
         cells = cfg.patch**cfg.dims
@@ -141,17 +147,18 @@ class UNet(nn.Module):
         self.time_embedding = TimeEmbedding(first, shapes.time)
         self.class_embedding = nn.Embedding(cfg.classes, shapes.time) if cfg.classes else None
         self.parameter_embedding = TimeEmbedding(cfg.parameters, shapes.time) if cfg.parameters else None
+        self.add_embedding = TimeEmbedding(cfg.pooled + 6 * cfg.sizes, shapes.time) if cfg.pooled and cfg.sizes else None
         self.down_blocks, skips, channels = nn.ModuleList(), [first], first
-        for level, (width, kind, heads) in enumerate(levels, 1):
+        for level, (width, attention) in enumerate(levels, 1):
             inputs, is_last = [channels] + [width] * (cfg.blocks - 1), level == len(levels)
-            self.down_blocks.append(DownLevel(shapes, inputs, width, kind, heads, is_last))
+            self.down_blocks.append(DownLevel(shapes, inputs, width, attention, is_last))
             skips += [width] * (cfg.blocks + (not is_last))
             channels = width
-        self.mid_block = Middle(shapes, last, cfg.middle, cfg.heads[-1])
+        self.mid_block = Middle(shapes, last, shapes.attention(cfg.middle, -1))
         self.up_blocks = nn.ModuleList()
-        for level, (width, kind, heads) in enumerate(reversed(levels), 1):
+        for level, (width, attention) in enumerate(reversed(levels), 1):
             inputs = [n + skips.pop() for n in (channels, *[width] * cfg.blocks)]
-            self.up_blocks.append(UpLevel(shapes, inputs, width, kind, heads, level == len(levels)))
+            self.up_blocks.append(UpLevel(shapes, inputs, width, attention, level == len(levels)))
             channels = width
         self.conv_norm_out = GroupNorm(cfg.groups, first, "silu", eps=cfg.eps)
         self.conv_out = make_conv(self.space, first, cells * cfg.outputs)
@@ -180,7 +187,7 @@ class UNet(nn.Module):
         return pixel_shuffle(self.conv_out(self.conv_norm_out(x)), cfg.patch)
 
     def embed(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-        """Return the sum of the embeddings of time, class and physical parameters.   [B, T]"""
+        """Return the sum of the embeddings of time, class, physical parameters, and pooled text with sizes.   [B, T]"""
         embedding = self.time_embedding(sinusoidal_embedding(time, self.cfg.channels[0], x.dtype))
         if self.class_embedding is not None and condition.classes is not None:
             classes, count = condition.classes, self.class_embedding.num_embeddings
@@ -188,6 +195,9 @@ class UNet(nn.Module):
             embedding = embedding + row.masked_fill((classes == count)[:, None], 0.0)
         if self.parameter_embedding is not None and condition.parameters is not None:
             embedding = embedding + self.parameter_embedding(condition.parameters.to(x.dtype))
+        if self.add_embedding is not None and condition.pooled is not None and condition.sizes is not None:
+            sizes = sinusoidal_embedding(condition.sizes.flatten(), self.cfg.sizes or 0, x.dtype).view(len(x), -1)
+            embedding = embedding + self.add_embedding(torch.cat((condition.pooled.to(x.dtype), sizes), 1))
         return embedding
 
     def _check(self, x: Tensor, size: Sequence[int], time: Tensor, condition: Condition) -> None:
@@ -201,6 +211,7 @@ class UNet(nn.Module):
             raise DataError(f"the sample has {sides} pixels, {odd[0]} along a periodic dim; expected a multiple of {divisor} there")
         sizes: dict[str, tuple[int | str, ...]] = {"classes": (), "parameters": (cfg.parameters,), "tokens": ("N", cfg.tokens or 0)}
         sizes |= {"field": (cfg.field, *"DHW"[3 - cfg.dims :]), "fine": (cfg.fine, *x.shape[2:])}
+        sizes |= {"pooled": (cfg.pooled or 0,), "sizes": (6,)}
         check_inputs(self, x, time, condition, {name: size for name, size in sizes.items() if getattr(cfg, name)})
         field = condition.field
         if field is not None and any(coarse > fine for coarse, fine in zip(field.shape[2:], size)):

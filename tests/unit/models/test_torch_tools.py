@@ -35,6 +35,7 @@ from tests.unit.models.openfold.test_model import ALL, network
 
 TOKENS, TIMES = torch.arange(12).reshape(2, 6), torch.tensor([0.1, 0.7], dtype=torch.float64)
 TEXT = Condition(tokens=randn(2, 3, 5), pooled=randn(2, 3), guidance=TIMES)
+XL = Condition(tokens=randn(2, 3, 6), pooled=randn(2, 3), sizes=torch.arange(12).view(2, 6))
 # The network, and the arguments of its call; activation recomputation where a model has it
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "cosmoflow": (lambda: CosmoFlow(CosmoFlowConfig(size=8, blocks=2, filters=2)).eval(), (randn(2, 4, 8, 8, 8),)),
@@ -46,6 +47,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "gpt": (lambda: LLM(LLMConfig(**{**GPT, "recompute": "layers"})), (TOKENS,)),
     "dit": (lambda: new_model("dit"), (randn(2, 2, 4, 4), TIMES, Condition(classes=torch.tensor([0, 2])))),
     "flux": (lambda: new_model("flux, guided"), (randn(2, 2, 4, 4), TIMES, TEXT)),
+    "sd3": (lambda: new_model("sd3"), (randn(2, 2, 4, 4), TIMES, TEXT._replace(guidance=None))),
+    "sdxl": (lambda: new_unet(kind="cross", transformer_layers=(1, 2), pooled=3, sizes=4), (randn(2, 2, 4, 4), TIMES, XL)),
     "unet": (lambda: new_unet(kind="cross", recompute="layers"), (randn(2, 2, 4, 4), TIMES, Condition(tokens=randn(2, 3, 6)))),
 }  # fmt: skip
 TOOLS: dict[str, Callable[[Any, Any], Any]] = {

@@ -17,14 +17,20 @@ NETWORKS: dict[str, Any] = {
              "heads": (1, 2), "groups": 4, "zero": False},
     "flux": {"inputs": 8, "double": 1, "single": 1, "heads": 2, "head": 12, "tokens": 6, "pooled": 4, "turned": (2, 4, 6),
              "zero": False},
+    "sd3": {"inputs": 2, "outputs": 2, "size": 8, "positions": 4, "layers": 2, "heads": 2, "head": 12, "tokens": 6, "pooled": 4,
+            "dual_attention": (0,), "zero": False},
 }  # fmt: skip
+NETWORKS["sdxl"] = {**NETWORKS["unet"], "transformer_layers": (2, 1), "pooled": 4, "sizes": 4}
+
+
+FIELDS = {"sdxl": "unet"}
 
 
 def new_model(kind: str = "unet", **overrides: Any) -> Diffusion:
     torch.manual_seed(0)
-    latents = {"scale": 0.5, "shift": 0.25, "tokens": (3, 6), "pooled": 4 if kind == "flux" else None}
+    latents = {"scale": 0.5, "shift": 0.25, "tokens": (3, 6), "pooled": None if kind == "unet" else 4}
     flow = {"objective": {"prediction_type": "flow"}, "sampler": {"method": "euler"}}
-    settings = {"unet": None, kind: NETWORKS[kind], "latents": latents, **flow}
+    settings = {"unet": None, FIELDS.get(kind, kind): NETWORKS[kind], "latents": latents, **flow}
     diffusion = Diffusion(DiffusionConfig.model_validate(settings | overrides), seed=3).double()
     for name in ("tokens", "pooled"):
         empty = getattr(diffusion, f"no_{name}")
@@ -39,7 +45,8 @@ def random_batch(count: int = 6, kind: str = "unet", epoch: int = 2) -> Batch:
     tokens, pooled = torch.randn(count, 3, 6, generator=generator).half(), torch.randn(count, 4, generator=generator).half()
     indices = torch.arange(10, 10 + count)
     epochs = torch.full((count,), epoch)
-    return Batch(moments, indices, epochs, tokens=tokens, pooled=pooled if kind == "flux" else None)
+    sizes = torch.arange(6 * count).view(count, 6) if kind == "sdxl" else None
+    return Batch(moments, indices, epochs, tokens=tokens, pooled=None if kind == "unet" else pooled, sizes=sizes)
 
 
 class Recorder(nn.Module):
@@ -74,7 +81,8 @@ def test_training_drops_a_fraction_of_texts_and_guidance_uses_the_empty_text(kin
     loss(model, batch)
     score(model, batch)
     (_, _, training), (_, _, evaluation) = recorder.calls
-    for name in ("tokens", "pooled") if kind == "flux" else ("tokens",):
+    assert kind != "sdxl" or torch.equal(training.sizes, batch.sizes), "sizes are kept"
+    for name in ("tokens",) if kind == "unet" else ("tokens", "pooled"):
         texts, trained, evaluated = (getattr(source, name) for source in (batch, training, evaluation))
         dropped = (trained == getattr(model, f"no_{name}").to(trained.dtype)).flatten(1).all(1)
         assert 20 < int(dropped.sum()) < 60 and torch.equal(trained[~dropped], texts[~dropped]) and torch.equal(evaluated, texts)
@@ -117,10 +125,12 @@ def test_training_may_begin_with_weights_of_diffusers(kind: str, form: str, tmp_
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
 
-    settings = {**NETWORKS[kind], "heads": (2, 2) if kind == "unet" else 1, "turned": (4, 8, 12), "head": 24}
-    other = DiffusionConfig.model_validate({"unet": None, kind: {n: settings[n] for n in NETWORKS[kind]}})
+    is_unet = kind in ("unet", "sdxl")
+    settings = {**NETWORKS[kind], "heads": (2, 2) if is_unet else 1, "turned": (4, 8, 12), "head": 24}
+    network = {"unet": None, FIELDS.get(kind, kind): {n: settings[n] for n in NETWORKS[kind]}}
+    other = DiffusionConfig.model_validate(network)
     with pytest.raises(CheckpointError, match="the settings|expected|not the weights"), deferred(0):
         load_deferred(Diffusion(other), tmp_path, lambda x: x)
-    another = new_model("flux" if kind == "unet" else "unet")
-    with pytest.raises(CheckpointError, match="the weights are of a (UNet|Flux), the settings of model name a (UNet|Flux)"):
+    another = new_model("flux" if is_unet else "unet")
+    with pytest.raises(CheckpointError, match="the weights are of a (UNet|Flux|SD3), the settings of model name a (UNet|Flux)"):
         load_deferred(another, tmp_path, lambda x: x)

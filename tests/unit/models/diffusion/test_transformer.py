@@ -1,4 +1,4 @@
-"""DiT and Flux: conditions, saved tensors, and errors."""
+"""DiT, Flux and SD3: conditions, saved tensors, and errors."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.errors import CheckpointError, ConfigError
+from hpcai.errors import CheckpointError, ConfigError, DataError
 from hpcai.models.diffusion.condition import Condition
-from hpcai.models.diffusion.config import DiTConfig, FluxConfig
-from hpcai.models.diffusion.dit import DiT
-from hpcai.models.diffusion.flux import Flux
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FluxConfig, SD3Config
 from hpcai.models.diffusion.load import from_config, save_folder, to_config
+from hpcai.models.diffusion.model import Diffusion
 from hpcai.models.diffusion.transformer import modulate
 from hpcai.nn.matmul import FusedLinear
 from hpcai.settings import StepConfig
@@ -26,7 +25,11 @@ DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 8, "layers": 2, "heads
 FLUX: dict[str, Any] = {
     "inputs": 8, "double": 2, "single": 2, "heads": 2, "head": 16, "tokens": 5, "pooled": 3, "turned": (4, 4, 8), "zero": False,
 }  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {"dit": DIT, "flux": FLUX}
+SD3: dict[str, Any] = {
+    "inputs": 2, "outputs": 2, "size": 8, "positions": 6, "layers": 3, "heads": 2, "head": 16, "tokens": 5, "pooled": 3,
+    "dual_attention": (0, 1), "zero": False,
+}  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {"dit": DIT, "flux": FLUX, "sd3": SD3}
 RECOMPUTE = ("none", "selective", "layers")
 SAMPLES = 3
 TEXT_CONDITION = Condition(tokens=torch.linspace(-1, 1, 60).view(3, 4, 5), pooled=torch.linspace(1, -1, 9).view(3, 3))
@@ -34,8 +37,7 @@ TEXT_CONDITION = Condition(tokens=torch.linspace(-1, 1, 60).view(3, 4, 5), poole
 
 def network(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
-    settings = SIZES[kind] | changes
-    return DiT(DiTConfig(**settings)) if kind == "dit" else Flux(FluxConfig(**settings))
+    return Diffusion(DiffusionConfig(**{"unet": None, kind: SIZES[kind] | changes})).network
 
 
 def samples() -> tuple[Tensor, Tensor]:
@@ -117,7 +119,7 @@ def test_linear_layers_use_float8_except_modulations_and_the_outermost(kind: str
     actual = model(x, time, condition(kind))
     assert 0 < (actual - expected).norm() < 0.2 * expected.norm()
     actual.square().sum().backward()
-    assert len(repeated_blocks(model)) == (2 if kind == "dit" else 4), "blocks that are compiled and gathered separately"
+    assert len(repeated_blocks(model)) == {"dit": 2, "flux": 4, "sd3": 3}[kind], "blocks that are compiled and gathered separately"
 
 
 # ---- errors
@@ -139,9 +141,14 @@ def test_equivalent_settings_of_diffusers() -> None:
     flux = {"_class_name": "FluxTransformer2DModel", "in_channels": 8, "out_channels": 8}
     assert from_config(flux, path)[1] == FluxConfig(inputs=8)
     assert from_config({"_class_name": "DiTTransformer2DModel"}, path)[1] == DiTConfig(outputs=4), "outputs default to inputs"
-    for cfg in (DiTConfig(**DIT), FluxConfig(**FLUX)):
+    for cfg in (DiTConfig(**DIT), FluxConfig(**FLUX), SD3Config(**SD3)):
         assert from_config(to_config(cfg) or {}, path)[1] == cfg.model_copy(update={"zero": True})
     with pytest.raises(CheckpointError, match="no class for these settings of a FluxConfig: theta 500"):
         save_folder({}, FluxConfig(theta=500.0), path)
     with pytest.raises(ValueError, match="a token of 6 channels cannot hold 2 x 2 pixels; give a multiple of 4"):
         FluxConfig(inputs=6)
+
+
+def test_samples_beyond_the_table_of_positions_raise() -> None:
+    with pytest.raises(DataError, match=r"SD3: samples are \[3, 2, 16, 14\], .* multiples of 2 up to 12 as H and W; pad or crop"):
+        network("sd3")(torch.zeros(3, 2, 16, 14), torch.zeros(3), TEXT_CONDITION)

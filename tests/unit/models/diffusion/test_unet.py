@@ -127,6 +127,7 @@ def test_a_coarse_field_is_resized_and_parameters_belong_to_their_sample() -> No
         ({"attention": ("self", "cross")}, "needs tokens"),
         ({"tokens": 4}, "tokens need attention"),
         ({"heads": (2, 5)}, "not a multiple of 5 heads"),
+        ({"pooled": 4}, "pooled and sizes go together"),
     ],
 )
 def test_invalid_settings_raise(settings: dict[str, Any], text: str) -> None:
@@ -136,11 +137,12 @@ def test_invalid_settings_raise(settings: dict[str, Any], text: str) -> None:
 
 def test_invalid_inputs_raise() -> None:
     x = randn(BATCH, 2, 8, 8)
-    plain, cross, tokens = new_unet(), new_unet(kind="cross"), Condition(tokens=randn(BATCH, 5, 6))
+    plain, cross, tokens = new_unet(), new_unet(kind="cross"), Condition(tokens=randn(BATCH, 5, 6), pooled=randn(BATCH, 3))
     coarse = new_unet(field=1, periodic=(True, False))
     cases: list[tuple[UNet, tuple[Any, ...], str]] = [
         (plain, (x, TIMES[:2]), r"UNet: time is \[2\], expected \[3\]"),
         (plain, (x, TIMES, tokens), "no use for condition.tokens"),
+        (new_unet(kind="cross", pooled=3, sizes=4), (x, TIMES, tokens), r"needs condition.sizes \[3, 6\]; give it"),
         (cross, (x, TIMES), r"needs condition.tokens \[3, N, 6\]; give it"),
         (coarse, (x[:, :, :7], TIMES, Condition(field=randn(BATCH, 1, 4, 4))), "7 along a periodic dim; expected a multiple of 2"),
     ]
