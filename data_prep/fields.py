@@ -71,7 +71,7 @@ TOLERANCE = 1e-4                # deviations: rounding error of float32 between 
 class Recipe(command.Recipe):
     """The common settings of all kinds. A kind simulates the rows of one universe or moment, by its number."""
 
-    floor: ClassVar[float | None] = None        # added before the logarithm; None: no logarithm
+    transform: ClassVar[tuple[str, float]] = ("none", 0.0)      # of all channels, and its floor
     field: str = "matter"
     seed: int = command.seed()
     size: int = option(None, "cells per side: 64, of volumes 32; rows of a map of the weather", type=command.positive)
@@ -129,8 +129,9 @@ class Recipe(command.Recipe):
         return {**rows, "parameters": np.tile(parameters, (len(values), 1))} if len(parameters) else rows
 
     def header(self) -> dict[str, Any]:
-        moments = {"mean": list(self.mean), "deviation": list(self.deviation)}
-        return {"kind": self.field, "factor": self.factor, **moments, **self.kind_header()}
+        moments, (kind, floor), count = {"mean": list(self.mean), "deviation": list(self.deviation)}, self.transform, len(self.mean)
+        transforms = {"transforms": [kind] * count, "floors": [floor] * count}
+        return {"kind": self.field, "factor": self.factor, **transforms, **moments, **self.kind_header()}
 
     def fields(self) -> store.Fields:
         channels, low = len(self.mean), tuple(cells // self.factor for cells in self.shape)
@@ -144,7 +145,7 @@ class Recipe(command.Recipe):
 class Matter(Recipe):
     """Universes, and the slabs of their density."""
 
-    floor: ClassVar[float | None] = FLOOR
+    transform: ClassVar[tuple[str, float]] = ("log", FLOOR)
     voxel: float = option(None, "width of a cell in Mpc/h: 1, of volumes 4", metavar="X", type=float)
     slabs: int = option(2, "maps along each axis of a universe", type=command.positive)         # 0 for the full cube
     thickness: int = option(16, "cells of a slab", type=command.positive)
@@ -195,7 +196,7 @@ class Matter(Recipe):
     def kind_header(self) -> dict[str, Any]:
         side, dims = self.size * self.voxel, len(self.shape)
         return {
-            "channels": ["density"], "channel_units": ["mean density"], "floor": FLOOR,
+            "channels": ["density"], "channel_units": ["mean density"],
             "undo": "density = exp(mean + deviation * value) - floor",
             "box": [side] * dims, "box_units": "Mpc/h", "periodic": [True] * dims, "redshift": 0.0,
             **({"thickness": self.thickness * self.voxel} if self.slabs else {}),
@@ -295,9 +296,8 @@ def with_statistics(recipe: Recipe, out: Path) -> Recipe:
             return replace(recipe, mean=tuple(saved["mean"]), deviation=tuple(saved["deviation"]))
     first = islice((number for number in range(10**6) if recipe.split(number) == "train"), STATISTICS_SIZE)
     fields = np.concatenate([recipe.simulate(number) for number in first])
-    kind = "none" if recipe.floor is None else "log"
-    plain = Standard(len(recipe.shape), (kind,) * fields.shape[1], (recipe.floor or 0.0,) * fields.shape[1])
-    mean, deviation = plain.measured(fields)[3:]
+    kind, floor = ((each,) * fields.shape[1] for each in recipe.transform)
+    mean, deviation = Standard(len(recipe.shape), kind, floor).measured(fields)[3:]
     mean = tuple(value if abs(value) > TOLERANCE * width else 0.0 for value, width in zip(mean, deviation))
     return replace(recipe, mean=mean, deviation=deviation)
 
