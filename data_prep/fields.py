@@ -129,13 +129,15 @@ class Recipe(command.Recipe):
         return {**rows, "parameters": np.tile(parameters, (len(values), 1))} if len(parameters) else rows
 
     def header(self) -> dict[str, Any]:
-        moments, (kind, floor), count = {"mean": list(self.mean), "deviation": list(self.deviation)}, self.transform, len(self.mean)
+        (kind, floor), count = self.transform, len(self.mean)
         transforms = {"transforms": [kind] * count, "floors": [floor] * count}
-        return {"kind": self.field, "factor": self.factor, **transforms, **moments, **self.kind_header()}
+        moments = {"mean": list(self.mean), "deviation": list(self.deviation)}
+        about = {**transforms, **moments, **field_pairs.NO_PARAMETERS}
+        return {"kind": self.field, "factor": self.factor, **about, **self.kind_header()}
 
     def fields(self) -> store.Fields:
         channels, low = len(self.mean), tuple(cells // self.factor for cells in self.shape)
-        parameters = len(self.kind_header()["parameters"])
+        parameters = len(self.header()["parameters"])
         shapes = {"high": (channels, *self.shape), "low": (channels, *low)}
         fields = {name: Field("float32", shape, channels=0) for name, shape in shapes.items()}
         return {**fields, "parameters": Field("float32", (parameters,), -1, 1, channels=0)} if parameters else fields
@@ -167,10 +169,8 @@ class Matter(Recipe):
 
     @property
     def universes(self) -> cosmoflow.Recipe:
-        return cosmoflow.Recipe(
-            self.seed, self.size, 1, self.voxel, (0.0,), self.particles, 1.0, self.omega_b, self.low_end, self.high_end,
-            0.0, 0.0,
-        )  # fmt: skip
+        cube, ends = (self.seed, self.size, 1, self.voxel, (0.0,), self.particles, 1.0), (self.low_end, self.high_end)
+        return cosmoflow.Recipe(*cube, self.omega_b, *ends, 0.0, 0.0)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -238,7 +238,6 @@ class Weather(Recipe):
             "undo": "field = mean + deviation * value",
             "box": [180.0, 360.0], "box_units": "degrees", "periodic": [False, True],
             "note": "kinematic: an idealised atmosphere at one instant, southernmost row first; no weather model",
-            "parameters": [], "low": [], "high": [], "units": [],
         }  # fmt: skip
 
 
@@ -279,7 +278,6 @@ class Turbulence(Recipe):
         return {
             "channels": ["vorticity"], "channel_units": ["1/time"], "undo": "field = mean + deviation * value",
             "box": [2 * np.pi] * 2, "box_units": "length", "periodic": [True, True],
-            "parameters": [], "low": [], "high": [], "units": [],
         }  # fmt: skip
 
 
@@ -356,6 +354,10 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
         raise DataError(f"{prepared.out}: recipe.json is not of data_prep.fields; name another folder")
     masked, compares = field_pairs.read_weights(prepared.out, index) == 0, index["factor"] and not prepared.recipe.get("coarse")
     conserved = {"volumes": ("density", 1), "turbulence": ("vorticity", 0)}.get(field or "")
+    for name, dataset in (("fine", "fine"), ("coarse", "low")):
+        shape = index["fields"].get(dataset, {}).get("shape", [0])
+        if {*map(len, index.get(name, {}).values())} - {shape[0]}:
+            raise DataError(f"{prepared.out}: index.json describes other channels of {name} than '{dataset}' has; make it again")
     if not compares:
         print("low is of a source of its own, or absent, and is not compared with the mean of high")
     standard, factor = Standard.from_header(index), index["factor"]

@@ -37,7 +37,7 @@ class Standard(NamedTuple):
         from hpcai.models.diffusion.config import by_channel  # with pydantic, which other commands do without
 
         values = by_channel(header)
-        return cls(len(header["box"]), *(tuple(values[name]) for name in cls._fields[1:]))
+        return cls(len(header["box"]), *(values[name] for name in cls._fields[1:]))
 
     @classmethod
     def choose(cls, fields: Array, transforms: Mapping[int, str]) -> "Standard":

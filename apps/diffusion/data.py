@@ -29,10 +29,8 @@ from hpcai.programs import command_of
 
 logger = logging.getLogger(__name__)
 _MEASURED = 64  # samples for the standard deviation of residuals
-_DESCRIPTION = (
-    "channels", "channel_units", "mean", "deviation", "factor", "box", "box_units", "periodic", "parameters", "low", "high",
-    "units",
-)  # fmt: skip
+_DESCRIPTION = ("channels", "channel_units", "mean", "deviation", "factor", "box", "box_units", "periodic", "parameters", "low",
+                "high", "units")  # fmt: skip
 
 
 class Turn(NamedTuple):
@@ -70,7 +68,6 @@ class Fields(Samples):
         self.turn, self.box, self.replicated = turn, box, not box
         metadata = getattr(rows, "metadata", {})  # samples of a benchmark have none
         self._has_static = bool(metadata.get("static") or metadata.get("weighted"))
-        self._on_grid = ("high", "fine") if metadata.get("fine") else ("high",)
         if turn is not None or box:
             self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], metadata["periodic"], metadata["factor"]
             self._is_isotropic = all(self._periodic) and len({*metadata["box"]}) == 1 and len(metadata["channels"]) == 1
@@ -99,7 +96,7 @@ class Fields(Samples):
 
     def selection(self, index: int, epoch: int) -> Selection | None:
         part = self._row_range(self.draw_turn(index, epoch)) if self.box else None
-        return None if part is None else dict.fromkeys(self._on_grid, (slice(None), slice(*part)))
+        return None if part is None else dict.fromkeys(("high", "fine"), (slice(None), slice(*part)))
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         high, fine, low, shift = values["high"], values.get("fine"), values.get("low"), None
@@ -231,9 +228,8 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
     wraps = tuple(metadata["periodic"])
     if model.unet is not None and (model.unet.periodic or (False,) * len(wraps)) != wraps:
         flags = [str(wrap).lower() for wrap in wraps]
-        raise DataError(
-            f"{rows.folder}: its dims are periodic as [{', '.join(flags)}], model.unet.periodic is another list; set it to that"
-        )
+        has = f"its dims are periodic as [{', '.join(flags)}], model.unet.periodic is another list"
+        raise DataError(f"{rows.folder}: {has}; set it to that")
     fields = FieldsConfig.from_index(metadata)
     model = model.model_copy(update={"size": size, "fields": fields})
     for name in ("channel_weights", "residual"):
@@ -296,8 +292,7 @@ def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionC
     channels of its own, parameters [N, P]; of forecasts with L lead times truth [N, L, C, *S], members [N, M, L, C, *S], start
     [N, C, *S]; weights [C, *S]"""
     order, metadata = rows["index"].argsort(), {} if model.fields is None else model.fields.model_dump(exclude={"coarse", "fine"})
-    coarse = "coarse" if model.fields is not None and model.fields.coarse else "field"
-    rows = {coarse if name == "field" else name: value[order] for name, value in rows.items()}
+    rows = {name: value[order] for name, value in rows.items()}
     if metadata.get("weighted"):
         rows["weights"] = torch.from_numpy(read_static(directory)["weights"])
     arrays: dict[str, Any] = {f"about_{name}": np.array(value) for name, value in metadata.items() if value is not None}

@@ -96,8 +96,8 @@ def read(path: Path) -> Ensembles:
         raise DataError("weights are negative, or 0 in a whole channel; expected positive ones, and 0 in masked cells")
     weights = weights / weights.mean(tuple(range(1, weights.ndim)), keepdim=True)
     number, unit = about.pop("interval", (1.0, "steps"))
-    each = {"units": "", "mean": 0.0, "deviation": 1.0}
-    default = {name: [value] * count for name, value in each.items()} | {"names": [f"channel {n}" for n in range(count)]}
+    names = [f"channel {n}" for n in range(count)]
+    default = {"names": names, "units": [""] * count, "mean": [0.0] * count, "deviation": [1.0] * count}
     fields = FieldsConfig.model_validate({"box": sizes, "box_units": "cell", **default, **about}, strict=False)
     if odd := [name for name in (*default, "transforms", "floors") if len(getattr(fields, name)) != count]:
         raise DataError(f"about_{odd[0]} has {len(getattr(fields, odd[0]))} elements, expected {count}, one for each channel")

@@ -253,12 +253,11 @@ class SamplerConfig(Settings):
 
 
 def by_channel(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an index or settings with a transform and a floor of each channel, also if they are of an earlier version, which had
-    one ``floor`` for all, or neither."""
+    """Return an index or settings with a transform and a floor of each channel. Earlier versions had one ``floor``, or neither."""
     floor, count = about.get("floor"), len(about["mean"])
     default = {"transforms": ("none" if floor is None else "log",) * count, "floors": (floor or 0.0,) * count}
-    given = {name: value for name, value in about.items() if name != "floor" and (value or name not in default)}
-    return default | given
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in about.items() if name != "floor"}
+    return given | {name: given.get(name) or value for name, value in default.items()}
 
 
 class ChannelsConfig(Settings):
@@ -278,9 +277,7 @@ class ChannelsConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _by_channel(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not isinstance(values.get("mean"), list | tuple):
-            return values
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in by_channel(values).items()}
+        return by_channel(values) if isinstance(values, dict) and isinstance(values.get("mean"), list | tuple) else values
 
     @classmethod
     def from_index(cls, index: Mapping[str, Any]) -> Self:

@@ -106,8 +106,7 @@ class Diffusion(PretrainedMixin):
         box = (slice(None), *grid.box(shape[1:]))
         pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
         indices, dtype = indices.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
-        offset = first_member.to(weight.device) if isinstance(first_member, Tensor) else first_member
-        first = torch.zeros(count, dtype=torch.long, device=weight.device) + offset
+        first = torch.as_tensor(first_member, device=weight.device).expand(count)
         needs_empty = unconditional is None and cfg.guidance != 1 and given
         if needs_empty and self.cfg.fields is not None and not self.cfg.unconditional:
             actual = f"sampler.guidance is {cfg.guidance:g}, but model.unconditional is 0: the network never saw an empty condition"
@@ -276,14 +275,13 @@ class Diffusion(PretrainedMixin):
     def _check_condition(self, condition: Condition, shape: tuple[int, ...]) -> None:
         """Raise DataError for fields that do not fit ``shape`` or are not finite. Log a warning for those that do not look
         standardized, and for parameters out of range."""
-        fields, coarse, parameters = self.cfg.fields, condition.field, condition.parameters
+        fields, coarse, parameters, sides = self.cfg.fields, condition.field, condition.parameters, list(shape[1:])
         if fields is None:
             return
-        if self.static is not None and self.static.shape[1:] != shape[1:]:
-            actual, sides = list(self.static.shape[1:]), list(shape[1:])
+        if self.static is not None and (actual := list(self.static.shape[1:])) != sides:
             raise DataError(f"the sample has {sides} cells, static fields of the model {actual}; give a condition of that size")
-        if coarse is not None and fields.factor and [fields.factor * n for n in coarse.shape[2:]] != list(shape[1:]):
-            actual, sides = list(coarse.shape[2:]), list(shape[1:])
+        if coarse is not None and fields.factor and [fields.factor * n for n in coarse.shape[2:]] != sides:
+            actual = list(coarse.shape[2:])
             raise DataError(f"condition.field has {actual} pixels and the sample {sides}; expected {fields.factor} times as many")
         given = ("field", coarse, fields.coarse or fields), ("fine", condition.fine, fields if fields.interval else fields.fine)
         for argument, x, about in given:
