@@ -88,8 +88,6 @@ class Conversion(grids.Choice):
         yield from command.check_fractions(self.validation, self.test)
         if self.dims and len(self.dims) not in (2, 3):
             yield f"--dims {' '.join(self.dims)}: expected two names, or three for volumes"
-        if self.forecast and self.inputs:
-            yield "--forecast: frames have no --inputs, which all lead times would need; leave one of them out"
 
 
 @dataclass(frozen=True)
@@ -158,9 +156,9 @@ def converted_fields(pairs: Pairs) -> store.Fields:
 def open_pairs(options: argparse.Namespace, settings: Conversion) -> Pairs:
     """Open SOURCE, and the coarse one. Raises ConfigError or DataError if they do not fit together."""
     source, coarse, factor = grids.Source(options.source, settings), None, 0 if settings.forecast else settings.factor
+    if settings.forecast and (options.coarse is not None or settings.inputs):
+        raise ConfigError("--forecast: frames have no coarse counterpart and no inputs; leave out --coarse and --inputs")
     if options.coarse is not None:
-        if settings.forecast:
-            raise ConfigError("--forecast: frames have no coarse counterpart; leave out --coarse")
         variables = settings.coarse_variables or tuple(dict.fromkeys(channel.variable for channel in source.channels))
         coarse = grids.Source(options.coarse, replace(settings, variables=variables, inputs=()))
         factor = check_pair(source, coarse, bool(settings.coarse_variables))
@@ -399,8 +397,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
         recipe["coarse"] = command.fingerprint(list(map(str, pairs.coarse.files)))
     cells, cut = " x ".join(map(str, shape)), "" if shape == source.shape else f", cut from {' x '.join(map(str, source.shape))}"
     summary = f"{command.describe_sources(splits)}: samples of {len(source.channels)} x {cells} cells{cut}, of {options.source}"
-    header |= {key: about[name] for key, name in (("fine", "fine"), ("coarse", "low")) if name in about}
-    header |= {"static": list(static), "weighted": weights is not None, "interval": interval}
+    others = {key: about[name] for key, name in (("fine", "fine"), ("coarse", "low")) if name in about}
+    header = {**header, **others, "static": list(static), "weighted": weights is not None, "interval": interval}
     return command.Plan(recipe, jobs, header, summary, finalize=partial(write_shared, static, weights), config="fields")
 
 

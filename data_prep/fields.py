@@ -130,10 +130,8 @@ class Recipe(command.Recipe):
 
     def header(self) -> dict[str, Any]:
         (kind, floor), count = self.transform, len(self.mean)
-        transforms = {"transforms": [kind] * count, "floors": [floor] * count}
-        moments = {"mean": list(self.mean), "deviation": list(self.deviation)}
-        about = {**transforms, **moments, **field_pairs.NO_PARAMETERS}
-        return {"kind": self.field, "factor": self.factor, **about, **self.kind_header()}
+        about = {"transforms": [kind] * count, "floors": [floor] * count, "mean": [*self.mean], "deviation": [*self.deviation]}
+        return {"kind": self.field, "factor": self.factor, **about, **field_pairs.NO_PARAMETERS, **self.kind_header()}
 
     def fields(self) -> store.Fields:
         channels, low = len(self.mean), tuple(cells // self.factor for cells in self.shape)
@@ -355,8 +353,7 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
     masked, compares = field_pairs.read_weights(prepared.out, index) == 0, index["factor"] and not prepared.recipe.get("coarse")
     conserved = {"volumes": ("density", 1), "turbulence": ("vorticity", 0)}.get(field or "")
     for name, dataset in (("fine", "fine"), ("coarse", "low")):
-        shape = index["fields"].get(dataset, {}).get("shape", [0])
-        if {*map(len, index.get(name, {}).values())} - {shape[0]}:
+        if name in index and {*map(len, index[name].values())} != {index["fields"].get(dataset, {"shape": [0]})["shape"][0]}:
             raise DataError(f"{prepared.out}: index.json describes other channels of {name} than '{dataset}' has; make it again")
     if not compares:
         print("low is of a source of its own, or absent, and is not compared with the mean of high")

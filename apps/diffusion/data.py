@@ -223,8 +223,7 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
     the data."""
     model, metadata, size = cfg.model, rows.metadata, tuple(rows.shape(0, "high"))
     if model.size and model.size != size:
-        actual, expected = list(size), list(model.size)
-        raise DataError(f"{rows.folder}: samples are {actual}, model.size is {expected}; leave it out, or set data.directory")
+        raise DataError(f"{rows.folder}: samples are {[*size]}, model.size is {[*model.size]}; leave it out, or set data.directory")
     wraps = tuple(metadata["periodic"])
     if model.unet is not None and (model.unet.periodic or (False,) * len(wraps)) != wraps:
         flags = [str(wrap).lower() for wrap in wraps]
@@ -252,7 +251,7 @@ def measure_residual(cfg: Config, shape: DiffusionConfig, rows: Rows) -> tuple[f
     """Return the root mean square difference of training samples from their baseline (``Diffusion.baseline``), by channel."""
     source, means = Fields(rows), list[torch.Tensor]()
     with torch.device("meta"):
-        model = Diffusion(shape.model_copy(update={"mean": None, "residual": 1.0}))
+        model = Diffusion(shape.model_copy(update={"residual": 1.0}))
     if cfg.start.mean is not None:
         model.mean = Diffusion.load(cfg.start.mean)
     weights = torch.from_numpy(static["weights"]) if "weights" in (static := read_static(cfg.data.directory)) else torch.ones(1)

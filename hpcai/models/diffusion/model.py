@@ -50,7 +50,7 @@ class Diffusion(PretrainedMixin):
         plan_steps(self.objective, self.cfg.sampler)  # raises now if settings are inconsistent
         if self.cfg.residual == "measured":
             raise ConfigError("residual is measured where there are data, by apps.diffusion; give a number for each channel")
-        if self.cfg.residual is not None and self.cfg.mean is None and self.cfg.fields is not None and self.cfg.fields.coarse:
+        if self.cfg.residual is not None and self.cfg.mean is None and self.cfg.fields and self.cfg.fields.coarse:
             actual = f"the coarse field has other channels than samples ({', '.join(self.cfg.fields.coarse.names)})"
             raise ConfigError(f"residual: {actual}; set it to null, or start.mean to a regression mean of the same data")
         self.network = _NETWORKS[type(self.cfg.network)](self.cfg.network)
@@ -320,13 +320,12 @@ class Diffusion(PretrainedMixin):
         return dim, [*zip(x.double().unbind(dim), about.names, about.transforms, about.floors, about.mean, about.deviation)]
 
     def _sample_shape(self, condition: Condition, size: Sequence[int]) -> tuple[int, ...]:
-        if size or self.cfg.size:
-            shape = tuple(size) or self.cfg.size
-            coarse, factor = condition.field, self.cfg.fields.factor if self.cfg.fields else 0
-            if not size and coarse is not None and factor:  # the region may be larger or smaller than in training
-                shape = (shape[0], *(factor * n for n in coarse.shape[2:]))
-            return shape
-        raise ConfigError("the size of a sample is unknown. The settings have none; give size=(channels, *sides)")
+        shape, coarse, factor = tuple(size) or self.cfg.size, condition.field, self.cfg.fields.factor if self.cfg.fields else 0
+        if not shape:
+            raise ConfigError("the size of a sample is unknown. The settings have none; give size=(channels, *sides)")
+        if not size and coarse is not None and factor:  # the region may be larger or smaller than in training
+            return (shape[0], *(factor * n for n in coarse.shape[2:]))
+        return shape
 
 
 def _fill(values: Sequence[float], x: Tensor) -> Tensor:
