@@ -351,7 +351,7 @@ def _wrap_array(xarray: Any, array: Array, path: Path, choice: Choice) -> Any:
     if array.ndim == len(sides):
         array = array[None]
     if array.ndim not in (len(sides) + 1, len(sides) + 2) or array.dtype.kind not in "fiu":
-        expected = f"numbers [samples, {', '.join(sides)}], or with channels after these; name the sides of volumes with --dims z y x"
+        expected = f"numbers [samples, {', '.join(sides)}], or with channels after these; name sides of volumes with --dims z y x"
         raise DataError(f"{path}: is {array.dtype} {list(array.shape)}, expected {expected}")
     names = (*choice.variables, *choice.inputs) or (path.stem,)
     if array.ndim == len(sides) + 1:
