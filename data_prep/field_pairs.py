@@ -109,8 +109,7 @@ class Pairs:
 
     def read(self, index: int) -> dict[str, Array]:
         """Return the datasets of a sample in physical units. Raises DataError for missing cells that are not masked.   [C, *S]"""
-        values = self.source.read(index)[(slice(None), *map(slice, self.shape))]
-        high, fine = np.split(values, [len(self.source.channels)])
+        high, fine = np.split(self.source.read(index)[(slice(None), *map(slice, self.shape))], [len(self.source.channels)])
         fields = {"high": high, "fine": fine} if len(fine) else {"high": high}
         if self.coarse is not None:
             fields["low"] = self.coarse.read(index)[(slice(None), *(slice(cells // self.factor) for cells in self.shape))]
@@ -358,12 +357,12 @@ def convert(options: argparse.Namespace) -> command.Plan:
     masks, about = {name: np.all(np.isnan(each), 0) for name, each in values.items()}, dict[str, dict[str, Any]]()
     standards = dict[str, Standard]()
     for name, each in pairs.channels.items():
-        named = {channel.name: channel.units for channel in each}
+        named, where = {channel.name: channel.units for channel in each}, options.coarse if name == "low" else options.source
         if name == "low" and list(named) == about["high"]["channels"]:
             continue
         if empty := [channel for channel, mask in zip(named, masks[name]) if np.all(mask)]:
-            raise DataError(f"{options.source}: {empty[0]} has no value in any cell; leave it out by --variables")
-        standards[name] = choose_standard(options.source, list(named), values[name], dict(settings.transform))
+            raise DataError(f"{where}: {empty[0]} has no value in any cell; leave it out by --variables")
+        standards[name] = choose_standard(where, list(named), values[name], dict(settings.transform))
         about[name] = {"channels": list(named), "channel_units": list(named.values()), **standards[name]._asdict()}
         del about[name]["sides"]
     pairs = replace(pairs, masks=masks if settings.mask else {}, standards={"low": standards["high"], **standards})

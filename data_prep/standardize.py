@@ -35,7 +35,6 @@ class Standard(NamedTuple):
     def from_header(cls, header: Mapping[str, Any]) -> "Standard":
         """Return that of an index."""
         from hpcai.models.diffusion.config import by_channel  # with pydantic, which other commands do without
-
         values = by_channel(header)
         return cls(len(header["box"]), *(values[name] for name in cls._fields[1:]))
 

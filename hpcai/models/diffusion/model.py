@@ -106,7 +106,8 @@ class Diffusion(PretrainedMixin):
         box = (slice(None), *grid.box(shape[1:]))
         pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
         indices, dtype = indices.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
-        first = torch.as_tensor(first_member, device=weight.device).expand(count)
+        offset = first_member.to(weight.device) if isinstance(first_member, Tensor) else first_member
+        first = torch.zeros(count, dtype=torch.long, device=weight.device) + offset
         needs_empty = unconditional is None and cfg.guidance != 1 and given
         if needs_empty and self.cfg.fields is not None and not self.cfg.unconditional:
             actual = f"sampler.guidance is {cfg.guidance:g}, but model.unconditional is 0: the network never saw an empty condition"
