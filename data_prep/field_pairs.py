@@ -343,10 +343,9 @@ def convert(options: argparse.Namespace) -> command.Plan:
     pairs = open_pairs(options, settings)
     source, shape, splits = pairs.source, pairs.shape, split_samples(pairs.source, settings)
     command.require_splits(splits, options, f"{len(source)} samples")
-    channels = [channel for each in pairs.channels.values() for channel in each]
-    names = list(dict.fromkeys(channel.name for channel in channels))
-    if unknown := [name for name, _ in settings.transform if name not in names]:
-        raise ConfigError(f"--transform {unknown[0]}: the channels are {' '.join(names)}")
+    variables = {channel.name: channel.variable for each in pairs.channels.values() for channel in each}
+    if unknown := [name for name, _ in settings.transform if name not in variables]:
+        raise ConfigError(f"--transform {unknown[0]}: the channels are {' '.join(variables)}")
     skipped, some = store.Skipped(settings.skip_bad), list[dict[str, Array]]()
     for index in command.subsample(splits["train"], STATISTICS):
         with skipped.catch(source.describe(index)):
@@ -376,7 +375,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     }  # fmt: skip
     areas = [cell_areas(side.coordinates) if side.is_latitude else np.ones(len(side.coordinates)) for side in source.sides]
     static = standardize_static(pairs)
-    known = [*static, *(channel.variable for channel in channels)]
+    known = [*static, *variables.values()]
     if unknown := [name for name, _ in settings.fill if name not in known]:
         raise ConfigError(f"--fill {unknown[0]}: the variables are {' '.join(dict.fromkeys(known))}")
     weights = cell_weights([each[:cells] for each, cells in zip(areas, shape)], masks["high"])
