@@ -4,19 +4,20 @@ Samples are in the order of time: the first ones train, the last ones are held o
 a field of another source, which is refused if it does not resemble that mean. A channel of positive values has the logarithm or
 square root after which its distribution is least skewed (data_prep.standardize).
 
+    "fine" float32 [N, R, *S]   variables of the fine grid that are inputs and not predicted, such as sea surface temperature
     OUT/static.safetensors      "static" float32 [K, *S], fields that all samples share, standardized but for masks of 0 and 1
                                 "weights" float32 [C, *S], of mean 1: areas of cells between latitudes, and 0 in masked cells
 
 Frames to predict from earlier ones have no coarse counterpart but a ``step``, which is 1 more than that of the frame before. Masked
 cells are 0 after standardization.
 
-N samples, K static fields, C channels, S and s cells of each side"""
+N samples, K static fields, C channels, R inputs, S and s cells of each side"""
 
 import argparse
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +38,7 @@ from hpcai.errors import ConfigError, DataError
 
 Array = NDArray[Any]
 STATIC = "static.safetensors"
+NO_PARAMETERS: Mapping[str, Any] = {"parameters": [], "low": [], "high": [], "units": []}   # of an index
 STATISTICS = 64                 # samples for transforms, mean and deviation, evenly spaced in the training split
 FILE_BYTES = 1 << 26            # of a file, in float32
 CORRELATED = 0.5                # least correlation of coarse fields and means of fine ones
@@ -71,6 +73,7 @@ def chosen_transform(text: str) -> tuple[str, str]:
 class Conversion(grids.Choice):
     """The fields that are taken from the files, and how they become samples."""
 
+    coarse_variables: tuple[str, ...] = several("variables of --coarse; default: those that are predicted", "NAME")
     periodic: tuple[str, ...] | None = option(None, "sides that wrap; default: 360 degrees of longitude", nargs="*", metavar="DIM")
     transform: tuple[tuple[str, str], ...] = several("none, log or sqrt; default: by skewness", "NAME=KIND", type=chosen_transform)
     factor: int = option(4, "cells of high along a cell of low, unless --coarse or --forecast is given", type=command.positive)
@@ -95,18 +98,25 @@ class Pairs:
     coarse: grids.Source | None                 # None: the means of blocks
     factor: int                                 # 0: no coarse counterpart
     shape: tuple[int, ...]
-    masks: tuple[Array, ...] = ()               # bool: where high [C, *S] and low [C, *s] have no value; empty: nowhere
+    masks: Mapping[str, Array] = field(default_factory=dict)   # bool [C, *S]: where datasets have no value; empty: nowhere
+    standards: Mapping[str, Standard] = field(default_factory=dict)
 
-    def read(self, index: int) -> list[Array]:
-        """Return high [C, *S], and low [C, *s] if there is one, in physical units. Raises DataError for missing cells that are not
-        masked."""
-        fields = [self.source.read(index)[(slice(None), *map(slice, self.shape))]]
+    @property
+    def channels(self) -> dict[str, list[grids.Channel]]:
+        """Return the channels of each dataset."""
+        low = {"low": (self.coarse or self.source).channels} if self.factor else {}
+        return {"high": self.source.channels, **({"fine": self.source.inputs} if self.source.inputs else {}), **low}
+
+    def read(self, index: int) -> dict[str, Array]:
+        """Return the datasets of a sample in physical units. Raises DataError for missing cells that are not masked.   [C, *S]"""
+        high, fine = np.split(self.source.read(index)[(slice(None), *map(slice, self.shape))], [len(self.source.channels)])
+        fields = {"high": high, "fine": fine} if len(fine) else {"high": high}
         if self.coarse is not None:
-            fields.append(self.coarse.read(index)[(slice(None), *(slice(cells // self.factor) for cells in self.shape))])
+            fields["low"] = self.coarse.read(index)[(slice(None), *(slice(cells // self.factor) for cells in self.shape))]
         elif self.factor:
-            fields.append(block_mean(fields[0], self.factor, len(self.shape)))
-        for values, mask in zip(fields, self.masks):
-            for channel, differs in zip(self.source.channels, np.isnan(values) != mask):
+            fields["low"] = block_mean(high, self.factor, len(self.shape))
+        for name, mask in self.masks.items():
+            for channel, differs in zip(self.channels[name], np.isnan(fields[name]) != mask):
                 if differs.any():
                     actual = f"{channel.name} has a value only in some samples in {differs.mean():.1%} of its cells"
                     advice = f"give one with --fill {channel.variable}=VALUE, or leave the variable out"
@@ -118,39 +128,41 @@ Rows = Sequence[tuple[int, int]]                # sample of the source, and its 
 
 
 def write_converted(pairs: Pairs, header: dict[str, Any], skip_bad: bool, rows: Rows, path: Path) -> store.Refused:
-    standard, skipped, names = Standard.from_header(header), store.Skipped(skip_bad), list[str]()
-    other = "low" if pairs.factor else "step"
-    with store.create_file(path, len(rows), converted_fields(pairs, len(standard.mean)), header) as file:
+    skipped, names = store.Skipped(skip_bad), list[str]()
+    with store.create_file(path, len(rows), converted_fields(pairs), header) as file:
         for index, step in rows:
             where = pairs.source.describe(index)
             with skipped.catch(where):
-                fields = list(map(standard.apply, pairs.read(index)))
-                for values, mask in zip(fields, pairs.masks):
-                    values[mask] = 0
-                if not all(np.isfinite(values).all() for values in fields):
+                fields = {name: pairs.standards[name].apply(values) for name, values in pairs.read(index).items()}
+                for name, mask in pairs.masks.items():
+                    fields[name][mask] = 0
+                if not all(np.isfinite(values).all() for values in fields.values()):
                     raise DataError(f"{where}: {NO_TRANSFORM}")
-                file["high"][len(names)], file[other][len(names)] = fields[0], fields[1] if pairs.factor else step
+                for name, values in (fields if pairs.factor else {**fields, "step": step}).items():
+                    file[name][len(names)] = values
                 names.append(where)
         store.truncate_rows(file, len(names))
         file["source"] = np.array(names, "S")
     return skipped
 
 
-def converted_fields(pairs: Pairs, channels: int) -> store.Fields:
-    high = {"high": Field("float32", (channels, *pairs.shape), channels=0)}
-    if not pairs.factor:
-        return {**high, "step": Field("int64")}
-    return {**high, "low": Field("float32", (channels, *(cells // pairs.factor for cells in pairs.shape)), channels=0)}
+def converted_fields(pairs: Pairs) -> store.Fields:
+    shapes = {"high": pairs.shape, "fine": pairs.shape, "low": tuple(cells // (pairs.factor or 1) for cells in pairs.shape)}
+    fields = {name: Field("float32", (len(each), *shapes[name]), channels=0) for name, each in pairs.channels.items()}
+    return fields if pairs.factor else {**fields, "step": Field("int64")}
 
 
 def open_pairs(options: argparse.Namespace, settings: Conversion) -> Pairs:
     """Open SOURCE, and the coarse one. Raises ConfigError or DataError if they do not fit together."""
     source, coarse, factor = grids.Source(options.source, settings), None, 0 if settings.forecast else settings.factor
+    if settings.forecast and (options.coarse is not None or settings.inputs):
+        raise ConfigError("--forecast: frames have no coarse counterpart and no inputs; leave out --coarse and --inputs")
     if options.coarse is not None:
-        if settings.forecast:
-            raise ConfigError("--forecast: frames have no coarse counterpart; leave out --coarse")
-        coarse = grids.Source(options.coarse, settings)
-        factor = check_pair(source, coarse)
+        variables = settings.coarse_variables or tuple(dict.fromkeys(channel.variable for channel in source.channels))
+        coarse = grids.Source(options.coarse, replace(settings, variables=variables, inputs=()))
+        factor = check_pair(source, coarse, bool(settings.coarse_variables))
+    elif settings.coarse_variables:
+        raise ConfigError("--coarse-variables: low is the mean of --variables; name the source of others with --coarse")
     step, wraps = math.lcm(factor or 1, settings.multiple), periodic(source, settings)
     shape = tuple(cells - cells % step for cells in source.shape)
     for side, cells, cut, is_periodic in zip(source.sides, source.shape, shape, wraps):
@@ -167,13 +179,13 @@ def periodic(source: grids.Source, settings: Conversion) -> list[bool]:
     return [side.wraps if settings.periodic is None else side.name in settings.periodic for side in source.sides]
 
 
-def check_pair(source: grids.Source, coarse: grids.Source) -> int:
-    """Return the number of cells of ``source`` along one of ``coarse``. Raises DataError if they do not match."""
+def check_pair(source: grids.Source, coarse: grids.Source, chosen: bool) -> int:
+    """Return the number of cells of ``source`` along one of ``coarse``, whose channels may be ``chosen``. Raises DataError if they
+    do not match."""
     pair = source, coarse
-    for name, values in (
-        ("channels", [[channel.name for channel in each.channels] for each in pair]),
-        ("units", [[channel.units for channel in each.channels] for each in pair]), ("samples", [[len(each)] for each in pair]),
-    ):  # fmt: skip
+    names, units = ([[getattr(channel, name) for channel in each.channels] for each in pair] for name in ("name", "units"))
+    same = {} if chosen and names[0] != names[1] else {"channels": names, "units": units}
+    for name, values in {**same, "samples": [[len(each)] for each in pair]}.items():
         if values[0] != values[1]:
             raise DataError(f"{coarse.path}: has {name} {values[1]}, {source.path} has {values[0]}; expected the same")
     if source.times is not None and coarse.times is not None and (different := source.times != coarse.times).any():
@@ -188,19 +200,21 @@ def check_pair(source: grids.Source, coarse: grids.Source) -> int:
         centres = ours.coordinates[: len(theirs.coordinates) * factor].reshape(-1, factor).mean(1)
         offset = np.abs(centres - theirs.coordinates).max() / np.diff(theirs.coordinates).mean()
         if offset > OFFSET and ours.units != "cells":
-            raise DataError(
-                f"{coarse.path}: along {theirs.name} its cells are {offset:.2f} cells off the centres of {factor} cells of "
-                f"{source.path}; interpolate it to them"
-            )
+            actual = f"along {theirs.name} its cells are {offset:.2f} cells off the centres of {factor} cells of {source.path}"
+            raise DataError(f"{coarse.path}: {actual}; interpolate it to them")
     return factor
 
 
 def check_alignment(pairs: Pairs, high: Array, low: Array) -> None:
-    """Print the correlation of coarse fields with means of fine ones. Raise DataError if it is small.   [N, C, *S], [N, C, *s]"""
+    """Print the correlation of coarse fields with means of fine ones, of channels that both have. Raise DataError if it is small.
+    [N, C, *S], [N, K, *s]"""
     assert pairs.coarse is not None
     means, names = block_mean(high, pairs.factor, len(pairs.shape)), [side.name for side in pairs.source.sides]
     sides = tuple(range(1, 1 + len(names)))
-    for channel, ours, theirs in zip(pairs.source.channels, np.moveaxis(means, 1, 0), np.moveaxis(low, 1, 0)):
+    known = {(channel.name, channel.units): values for channel, values in zip(pairs.coarse.channels, np.moveaxis(low, 1, 0))}
+    for channel, ours in zip(pairs.source.channels, np.moveaxis(means, 1, 0)):
+        if (theirs := known.get((channel.name, channel.units))) is None:
+            continue
         where, both = f"{pairs.coarse.path}: {channel.name}", np.isfinite(ours) & np.isfinite(theirs)
         ours, theirs = (np.where(both, values, values[both].mean()) for values in (ours, theirs))
         if not 1 / SCALE < theirs.std() / ours.std() < SCALE or abs(theirs.mean() - ours.mean()) > SHIFT * ours.std():
@@ -329,53 +343,60 @@ def convert(options: argparse.Namespace) -> command.Plan:
     pairs = open_pairs(options, settings)
     source, shape, splits = pairs.source, pairs.shape, split_samples(pairs.source, settings)
     command.require_splits(splits, options, f"{len(source)} samples")
-    names = [channel.name for channel in source.channels]
-    if unknown := [name for name, _ in settings.transform if name not in names]:
-        raise ConfigError(f"--transform {unknown[0]}: the channels are {' '.join(names)}")
-    skipped, some = store.Skipped(settings.skip_bad), list[list[Array]]()
+    variables = {channel.name: channel.variable for each in pairs.channels.values() for channel in each}
+    if unknown := [name for name, _ in settings.transform if name not in variables]:
+        raise ConfigError(f"--transform {unknown[0]}: the channels are {' '.join(variables)}")
+    skipped, some = store.Skipped(settings.skip_bad), list[dict[str, Array]]()
     for index in command.subsample(splits["train"], STATISTICS):
         with skipped.catch(source.describe(index)):
             some.append(pairs.read(index))
     if not some:
         raise DataError(f"{options.source}: no sample can be used: {store.count_by_reason(skipped)}")
-    high, *low = (np.stack(fields) for fields in zip(*some))
-    masks = tuple(np.all(np.isnan(values), 0) for values in (high, *low))
-    if empty := [name for name, mask in zip(names, masks[0]) if np.all(mask)]:
-        raise DataError(f"{options.source}: {empty[0]} has no value in any cell; leave it out by --variables")
-    pairs = replace(pairs, masks=masks) if settings.mask else pairs
+    values = {name: np.stack([fields[name] for fields in some]) for name in some[0]}
+    masks, about = {name: np.all(np.isnan(each), 0) for name, each in values.items()}, dict[str, dict[str, Any]]()
+    standards = dict[str, Standard]()
+    for name, each in pairs.channels.items():
+        named, where = {channel.name: channel.units for channel in each}, options.coarse if name == "low" else options.source
+        if name == "low" and list(named) == about["high"]["channels"]:
+            continue
+        if empty := [channel for channel, mask in zip(named, masks[name]) if np.all(mask)]:
+            raise DataError(f"{where}: {empty[0]} has no value in any cell; leave it out by --variables")
+        standards[name] = choose_standard(where, list(named), values[name], dict(settings.transform))
+        about[name] = {"channels": list(named), "channel_units": list(named.values()), **standards[name]._asdict()}
+        del about[name]["sides"]
+    pairs = replace(pairs, masks=masks if settings.mask else {}, standards={"low": standards["high"], **standards})
     if pairs.coarse is not None:
-        check_alignment(pairs, high, *low)
-    standard = choose_standard(options.source, names, high, dict(settings.transform))
+        check_alignment(pairs, values["high"], values["low"])
     lengths = [side.length * cut / cells for side, cells, cut in zip(source.sides, source.shape, shape)]
     units = list(dict.fromkeys(side.units for side in source.sides))
     header = {
-        "kind": "converted", "factor": pairs.factor, **standard._asdict(), "undo": UNDO, "channels": names,
-        "channel_units": [channel.units for channel in source.channels], "box": lengths, "box_units": ", ".join(units),
-        "periodic": periodic(source, settings), "parameters": [], "low": [], "high": [], "units": [],
+        "kind": "converted", "factor": pairs.factor, **about["high"], "undo": UNDO, "box": lengths, "box_units": ", ".join(units),
+        "periodic": periodic(source, settings), **NO_PARAMETERS,
     }  # fmt: skip
-    del header["sides"]
     areas = [cell_areas(side.coordinates) if side.is_latitude else np.ones(len(side.coordinates)) for side in source.sides]
     static = standardize_static(pairs)
-    known = [*static, *(channel.variable for channel in source.channels)]
+    known = [*static, *variables.values()]
     if unknown := [name for name, _ in settings.fill if name not in known]:
         raise ConfigError(f"--fill {unknown[0]}: the variables are {' '.join(dict.fromkeys(known))}")
-    weights = cell_weights([each[:cells] for each, cells in zip(areas, shape)], masks[0])
+    weights = cell_weights([each[:cells] for each, cells in zip(areas, shape)], masks["high"])
     rows: Mapping[str, Rows] = {split: [(index, 0) for index in indices] for split, indices in splits.items()}
     rows, interval = order_frames(source, splits) if settings.forecast else (rows, None)
-    per_file = max(1, FILE_BYTES // (4 * len(names) * math.prod(shape)))
-    contents = store.Contents(converted_fields(pairs, len(names)))
+    per_file = max(1, FILE_BYTES // (4 * (len(source.channels) + len(source.inputs)) * math.prod(shape)))
+    contents = store.Contents(converted_fields(pairs))
     jobs = [
         store.Job(options.out / split / f"fields_{number:06d}.h5",
                   partial(write_converted, pairs, header, settings.skip_bad, part), contents, len(part))
         for split, own in rows.items() for number, part in enumerate(command.batched(own, per_file))
     ]  # fmt: skip
-    chosen = {name: value for name, value in settings.json_dict.items() if value or name not in ("mask", "static", "forecast")}
+    added = "mask", "static", "forecast", "inputs", "coarse_variables"                 # options that earlier recipes do not have
+    chosen = {name: value for name, value in settings.json_dict.items() if value or name not in added}
     recipe = {"kind": "convert", **chosen, "files": command.fingerprint(list(map(str, source.files)))}
     if pairs.coarse is not None:
         recipe["coarse"] = command.fingerprint(list(map(str, pairs.coarse.files)))
     cells, cut = " x ".join(map(str, shape)), "" if shape == source.shape else f", cut from {' x '.join(map(str, source.shape))}"
-    summary = f"{command.describe_sources(splits)}: samples of {len(names)} x {cells} cells{cut}, of {options.source}"
-    header = {**header, "static": list(static), "weighted": weights is not None, "interval": interval}
+    summary = f"{command.describe_sources(splits)}: samples of {len(source.channels)} x {cells} cells{cut}, of {options.source}"
+    others = {key: about[name] for key, name in (("fine", "fine"), ("coarse", "low")) if name in about}
+    header = {**header, **others, "static": list(static), "weighted": weights is not None, "interval": interval}
     return command.Plan(recipe, jobs, header, summary, finalize=partial(write_shared, static, weights), config="fields")
 
 

@@ -71,7 +71,7 @@ TOLERANCE = 1e-4                # deviations: rounding error of float32 between 
 class Recipe(command.Recipe):
     """The common settings of all kinds. A kind simulates the rows of one universe or moment, by its number."""
 
-    floor: ClassVar[float | None] = None        # added before the logarithm; None: no logarithm
+    transform: ClassVar[tuple[str, float]] = ("none", 0.0)      # of all channels, and its floor
     field: str = "matter"
     seed: int = command.seed()
     size: int = option(None, "cells per side: 64, of volumes 32; rows of a map of the weather", type=command.positive)
@@ -129,12 +129,13 @@ class Recipe(command.Recipe):
         return {**rows, "parameters": np.tile(parameters, (len(values), 1))} if len(parameters) else rows
 
     def header(self) -> dict[str, Any]:
-        moments = {"mean": list(self.mean), "deviation": list(self.deviation)}
-        return {"kind": self.field, "factor": self.factor, **moments, **self.kind_header()}
+        (kind, floor), count = self.transform, len(self.mean)
+        about = {"transforms": [kind] * count, "floors": [floor] * count, "mean": [*self.mean], "deviation": [*self.deviation]}
+        return {"kind": self.field, "factor": self.factor, **about, **field_pairs.NO_PARAMETERS, **self.kind_header()}
 
     def fields(self) -> store.Fields:
         channels, low = len(self.mean), tuple(cells // self.factor for cells in self.shape)
-        parameters = len(self.kind_header()["parameters"])
+        parameters = len(self.header()["parameters"])
         shapes = {"high": (channels, *self.shape), "low": (channels, *low)}
         fields = {name: Field("float32", shape, channels=0) for name, shape in shapes.items()}
         return {**fields, "parameters": Field("float32", (parameters,), -1, 1, channels=0)} if parameters else fields
@@ -144,7 +145,7 @@ class Recipe(command.Recipe):
 class Matter(Recipe):
     """Universes, and the slabs of their density."""
 
-    floor: ClassVar[float | None] = FLOOR
+    transform: ClassVar[tuple[str, float]] = ("log", FLOOR)
     voxel: float = option(None, "width of a cell in Mpc/h: 1, of volumes 4", metavar="X", type=float)
     slabs: int = option(2, "maps along each axis of a universe", type=command.positive)         # 0 for the full cube
     thickness: int = option(16, "cells of a slab", type=command.positive)
@@ -166,10 +167,8 @@ class Matter(Recipe):
 
     @property
     def universes(self) -> cosmoflow.Recipe:
-        return cosmoflow.Recipe(
-            self.seed, self.size, 1, self.voxel, (0.0,), self.particles, 1.0, self.omega_b, self.low_end, self.high_end,
-            0.0, 0.0,
-        )  # fmt: skip
+        cube, ends = (self.seed, self.size, 1, self.voxel, (0.0,), self.particles, 1.0), (self.low_end, self.high_end)
+        return cosmoflow.Recipe(*cube, self.omega_b, *ends, 0.0, 0.0)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -195,7 +194,7 @@ class Matter(Recipe):
     def kind_header(self) -> dict[str, Any]:
         side, dims = self.size * self.voxel, len(self.shape)
         return {
-            "channels": ["density"], "channel_units": ["mean density"], "floor": FLOOR,
+            "channels": ["density"], "channel_units": ["mean density"],
             "undo": "density = exp(mean + deviation * value) - floor",
             "box": [side] * dims, "box_units": "Mpc/h", "periodic": [True] * dims, "redshift": 0.0,
             **({"thickness": self.thickness * self.voxel} if self.slabs else {}),
@@ -237,7 +236,6 @@ class Weather(Recipe):
             "undo": "field = mean + deviation * value",
             "box": [180.0, 360.0], "box_units": "degrees", "periodic": [False, True],
             "note": "kinematic: an idealised atmosphere at one instant, southernmost row first; no weather model",
-            "parameters": [], "low": [], "high": [], "units": [],
         }  # fmt: skip
 
 
@@ -278,7 +276,6 @@ class Turbulence(Recipe):
         return {
             "channels": ["vorticity"], "channel_units": ["1/time"], "undo": "field = mean + deviation * value",
             "box": [2 * np.pi] * 2, "box_units": "length", "periodic": [True, True],
-            "parameters": [], "low": [], "high": [], "units": [],
         }  # fmt: skip
 
 
@@ -295,9 +292,8 @@ def with_statistics(recipe: Recipe, out: Path) -> Recipe:
             return replace(recipe, mean=tuple(saved["mean"]), deviation=tuple(saved["deviation"]))
     first = islice((number for number in range(10**6) if recipe.split(number) == "train"), STATISTICS_SIZE)
     fields = np.concatenate([recipe.simulate(number) for number in first])
-    kind = "none" if recipe.floor is None else "log"
-    plain = Standard(len(recipe.shape), (kind,) * fields.shape[1], (recipe.floor or 0.0,) * fields.shape[1])
-    mean, deviation = plain.measured(fields)[3:]
+    kind, floor = ((each,) * fields.shape[1] for each in recipe.transform)
+    mean, deviation = Standard(len(recipe.shape), kind, floor).measured(fields)[3:]
     mean = tuple(value if abs(value) > TOLERANCE * width else 0.0 for value, width in zip(mean, deviation))
     return replace(recipe, mean=mean, deviation=deviation)
 
@@ -356,6 +352,9 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
         raise DataError(f"{prepared.out}: recipe.json is not of data_prep.fields; name another folder")
     masked, compares = field_pairs.read_weights(prepared.out, index) == 0, index["factor"] and not prepared.recipe.get("coarse")
     conserved = {"volumes": ("density", 1), "turbulence": ("vorticity", 0)}.get(field or "")
+    for name, dataset in (("fine", "fine"), ("coarse", "low")):
+        if name in index and {*map(len, index[name].values())} != {index["fields"].get(dataset, {"shape": [0]})["shape"][0]}:
+            raise DataError(f"{prepared.out}: index.json describes other channels of {name} than '{dataset}' has; make it again")
     if not compares:
         print("low is of a source of its own, or absent, and is not compared with the mean of high")
     standard, factor = Standard.from_header(index), index["factor"]

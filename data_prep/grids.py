@@ -6,7 +6,7 @@
 A sample is one entry along all dims that are neither a side nor a level, such as time. A variable with levels is one channel for
 each of them. A static field is a variable without samples. Coordinates of sides increase.
 
-N samples, C channels, S cells of each side"""
+N samples, C channels, R inputs, S cells of each side"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,8 @@ def several(text: str, metavar: str, **kwargs: Any) -> Any:
 class Choice(command.Settings):
     """Variables and levels of the files, names of dims that are sides, missing cells; empty: all, and by names."""
 
-    variables: tuple[str, ...] = several("variables; default: all that have the sides", "NAME")
+    variables: tuple[str, ...] = several("variables to predict; default: all that have the sides, but --inputs", "NAME")
+    inputs: tuple[str, ...] = several("variables of SOURCE that are conditions on its grid, and not predicted", "NAME")
     levels: tuple[float, ...] = several("levels of variables that have some; default: all", "LEVEL", type=float)
     dims: tuple[str, ...] = several("dims that are sides, such as y x; default: by names and units", "DIM")
     fill: tuple[tuple[str, float], ...] = several("value of missing cells, in the unit of the file", "NAME=VALUE", type=assignment)
@@ -99,7 +100,9 @@ class Source:
         first = open_file(self.files[0], choice)
         self.sides = [_read_side(first, dim, self.files[0]) for dim in self._find_sides(first)]
         self.shape = tuple(len(side.coordinates) for side in self.sides)
-        self.channels = list(self._find_channels(first))
+        channels = list(self._find_channels(first))
+        self.channels = [channel for channel in channels if channel.variable not in choice.inputs]
+        self.inputs = [channel for channel in channels if channel.variable in choice.inputs]
         self._sample_dims = self._other_dims(first[self.channels[0].variable])
         sizes, times = list[list[int]](), list[Any]()
         for number, file in enumerate(self.files):
@@ -123,14 +126,15 @@ class Source:
         return vars(self) | {"_opened": (-1, None)}  # a worker opens its files itself
 
     def read(self, index: int) -> Array:
-        """Return the fields of a sample in physical units, with NaN in missing cells if ``mask`` is chosen. Raises DataError for
-        missing cells without it or a value of ``fill``.   -> [C, *S] float64"""
+        """Return the channels and inputs of a sample in physical units, with NaN in missing cells if ``mask`` is chosen. Raises
+        DataError for missing cells without it or a value of ``fill``.   -> [C + R, *S] float64"""
         number, offset = self._locate(index)
         if self._opened[0] != number:
             self._opened = number, open_file(self.files[number], self.choice)
         place = dict(zip(self._sample_dims, map(int, np.unravel_index(offset, self._sizes[number])))) if self._sample_dims else {}
-        values = np.empty((len(self.channels), *self.shape))
-        for channel, out in zip(self.channels, values):
+        channels = *self.channels, *self.inputs
+        values = np.empty((len(channels), *self.shape))
+        for channel, out in zip(channels, values):
             variable = self._opened[1][channel.variable]
             level = {} if channel.level is None else {self._level_dim(variable): channel.level}
             with parse_errors(self.describe(index), "fetch or write it again", f"{channel.name} cannot be read"):
@@ -155,7 +159,7 @@ class Source:
 
     def _static_variables(self, file: Path) -> dict[str, Array]:
         """Return the variables of a file that have the sides, and one entry along all other dims."""
-        dataset = open_file(file, replace(self.choice, variables=()))
+        dataset = open_file(file, replace(self.choice, variables=(), inputs=()))
         sides = [_read_side(dataset, dim, file) for dim in self._find_sides(dataset)]
         for ours, theirs in zip(self.sides, sides):
             a, b = ours.coordinates, theirs.coordinates
@@ -219,9 +223,10 @@ class Source:
         fill, sides = dict(self.choice.fill), {*self._side_names}
         usable = [str(name) for name, each in dataset.data_vars.items()
                   if sides <= {*each.dims} and each.dtype.kind in "fiu" and self._other_dims(each)]  # fmt: skip
-        names = self.choice.variables or tuple(usable)
+        targets = [name for name in self.choice.variables or usable if name not in self.choice.inputs]
+        names = (*targets, *self.choice.inputs) if targets else ()
         if (missing := [name for name in names if name not in usable]) or not names:
-            actual = f"no variable {missing[0]}" if missing else "no variable of numbers"
+            actual = f"no variable {missing[0]}" if missing else "no variable to predict"
             has = f"; it has {', '.join(usable)}" if usable else ""
             raise ConfigError(f"{self.path}: has {actual} over {', '.join(self._side_names)} and samples, such as times{has}")
         dims = {name: self._other_dims(dataset[name]) for name in names}
@@ -249,7 +254,7 @@ class Source:
         return next((dim for dim in others if dim in LEVELS or _attributes(variable, dim).get("axis") == "Z"), None)
 
     def _check_same(self, dataset: Any, file: Path) -> None:
-        for channel in self.channels:
+        for channel in (*self.channels, *self.inputs):
             if channel.variable not in dataset:
                 raise DataError(f"{file}: has no variable {channel.variable}, which {self.files[0]} has; move the file elsewhere")
             units = str(dataset[channel.variable].attrs.get("units", ""))
@@ -301,10 +306,8 @@ def _read_cells(variable: Any, sides: Sequence[Side]) -> Array:
 def _fill_missing(values: Array, fill: float | None, where: str, name: str) -> None:
     if (missing := ~np.isfinite(values)).any():
         if fill is None:
-            raise DataError(
-                f"{where} has no value in {missing.mean():.1%} of its cells; give one with --fill {name}=VALUE, leave the variable "
-                "out, or mask cells that no sample has with --mask"
-            )
+            advice = f"give one with --fill {name}=VALUE, leave the variable out, or mask cells that no sample has with --mask"
+            raise DataError(f"{where} has no value in {missing.mean():.1%} of its cells; {advice}")
         values[missing] = fill
 
 
@@ -343,16 +346,14 @@ def open_file(path: Path, choice: Choice = Choice()) -> Any:
 
 
 def _wrap_array(xarray: Any, array: Array, path: Path, choice: Choice) -> Any:
-    """Return a dataset of an array [N, *S] or [N, C, *S]; channels are those of --variables."""
+    """Return a dataset of an array [N, *S] or [N, C, *S]; channels are those of --variables, then those of --inputs."""
     sides = choice.dims or ("y", "x")
     if array.ndim == len(sides):
         array = array[None]
     if array.ndim not in (len(sides) + 1, len(sides) + 2) or array.dtype.kind not in "fiu":
-        raise DataError(
-            f"{path}: is {array.dtype} {list(array.shape)}, expected numbers [samples, {', '.join(sides)}], or with channels after "
-            "the samples; name the sides of volumes with --dims z y x"
-        )
-    names = choice.variables or (path.stem,)
+        expected = f"numbers [samples, {', '.join(sides)}], or with channels after these; name sides of volumes with --dims z y x"
+        raise DataError(f"{path}: is {array.dtype} {list(array.shape)}, expected {expected}")
+    names = (*choice.variables, *choice.inputs) or (path.stem,)
     if array.ndim == len(sides) + 1:
         if len(names) > 1:
             raise ConfigError(f"{path}: has no dim of channels, but --variables are {' '.join(names)}; give one name")

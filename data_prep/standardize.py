@@ -33,11 +33,10 @@ class Standard(NamedTuple):
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any]) -> "Standard":
-        """Return that of an index. Simulated fields have one ``floor``, or no transform."""
-        floor, count = header.get("floor"), len(header["mean"])
-        transforms, floors = ["none" if floor is None else "log"] * count, [floor or 0.0] * count
-        values = header.get("transforms", transforms), header.get("floors", floors), header["mean"], header["deviation"]
-        return cls(len(header["box"]), *map(tuple, values))
+        """Return that of an index."""
+        from hpcai.models.diffusion.config import by_channel  # with pydantic, which other commands do without
+        values = by_channel(header)
+        return cls(len(header["box"]), *(values[name] for name in cls._fields[1:]))
 
     @classmethod
     def choose(cls, fields: Array, transforms: Mapping[int, str]) -> "Standard":

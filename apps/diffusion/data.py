@@ -29,10 +29,8 @@ from hpcai.programs import command_of
 
 logger = logging.getLogger(__name__)
 _MEASURED = 64  # samples for the standard deviation of residuals
-_DESCRIPTION = (
-    "channels", "channel_units", "mean", "deviation", "factor", "box", "box_units", "periodic", "parameters", "low", "high",
-    "units",
-)  # fmt: skip
+_DESCRIPTION = ("channels", "channel_units", "mean", "deviation", "factor", "box", "box_units", "periodic", "parameters", "low",
+                "high", "units")  # fmt: skip
 
 
 class Turn(NamedTuple):
@@ -58,10 +56,10 @@ class Turn(NamedTuple):
 
 
 class Fields(Samples):
-    """Fields of one split: high [C, *S], and the conditions of the model among low [C, *s] and parameters [P], float32. ``turn``
-    seeds a random symmetry transform of each, a pure function of (seed, epoch, index). ``count``: the first fields only. ``box``:
-    the shard of high of this rank, a slice of each dim; along the first dim usually only this shard is read. ``leads``: of
-    trajectories, samples are states with so many that follow; ``count`` of them are evenly spaced."""
+    """Fields of one split: high [C, *S], and the conditions of the model among fine [R, *S], low [K, *s] and parameters [P],
+    float32. ``turn`` seeds a random symmetry transform of each, a pure function of (seed, epoch, index). ``count``: the first
+    fields only. ``box``: the shard of high and fine of this rank, a slice of each dim; along the first dim usually only this shard
+    is read. ``leads``: of trajectories, samples are states with so many that follow; ``count`` of them are evenly spaced."""
 
     def __init__(
         self, rows: Rows, turn: int | None = None, count: int | None = None, box: Sequence[slice] = (), leads: int = 1,
@@ -73,7 +71,8 @@ class Fields(Samples):
         if turn is not None or box:
             self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], metadata["periodic"], metadata["factor"]
             self._is_isotropic = all(self._periodic) and len({*metadata["box"]}) == 1 and len(metadata["channels"]) == 1
-            self._is_isotropic &= not (self._has_static or metadata.get("interval"))  # such as vorticity, whose sign flips change
+            others = ("interval", "fine", "coarse")  # such as vorticity, whose sign flips change
+            self._is_isotropic &= not (self._has_static or any(map(metadata.get, others)))
         self.starts: np.ndarray | None = None
         if metadata.get("interval"):
             step = rows.column("step")
@@ -97,26 +96,28 @@ class Fields(Samples):
 
     def selection(self, index: int, epoch: int) -> Selection | None:
         part = self._row_range(self.draw_turn(index, epoch)) if self.box else None
-        return None if part is None else {"high": (slice(None), slice(*part))}
+        return None if part is None else dict.fromkeys(("high", "fine"), (slice(None), slice(*part)))
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
-        high, low, shift = values["high"], values.get("low"), None
+        high, fine, low, shift = values["high"], values.get("fine"), values.get("low"), None
         if self.turn is not None or self.box:
             turn = self.draw_turn(index, epoch)
             shift = np.asarray(turn.shift, np.int64) if self._has_static else None
-            if self.box:
-                rows, slices = self._row_range(turn), [slice(*ends) for ends in turn.source_box(self.box, self._size)]
-                moves = turn.shift
-                if rows is not None:  # they were read alone
-                    moves, slices[0] = (0, *turn.shift[1:]), slice(None)
-                moved = np.roll(high, moves, tuple(range(1, high.ndim))) if any(moves) else high
-                high = self._copy(turn.apply(moved[(slice(None), *slices)], ()))
-            else:
-                high = self._copy(turn.apply(high, turn.shift))
+            high, fine = (None if x is None else self._copy(self._turned(x, turn)) for x in (high, fine))
             if low is not None and self.turn is not None:
                 low = self._copy(turn.apply(low, [by // self._factor for by in turn.shift]))
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
-        return Batch(high, number, when, low, values.get("parameters"), shift=shift)
+        return Batch(high, number, when, low, values.get("parameters"), fine=fine, shift=shift)
+
+    def _turned(self, x: Any, turn: Turn) -> Any:
+        """Return the local cells of a field on the grid of samples, transformed."""
+        if not self.box:
+            return turn.apply(x, turn.shift)
+        slices, moves = [slice(*ends) for ends in turn.source_box(self.box, self._size)], turn.shift
+        if self._row_range(turn) is not None:  # they were read alone
+            moves, slices[0] = (0, *turn.shift[1:]), slice(None)
+        moved = np.roll(x, moves, tuple(range(1, x.ndim))) if any(moves) else x
+        return turn.apply(moved[(slice(None), *slices)], ())
 
     def draw_turn(self, index: int, epoch: int) -> Turn:
         """Draw the transform of a sample. It shifts by multiples of a cell of ``low``: cells stay the means of their pixels."""
@@ -182,6 +183,8 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     remedy = f"make data with: {command_of('data_prep.fields')} simulate {data.directory} --kind matter, or set data.directory"
     dims = getattr(network, "dims", 2)
     layouts: dict[str, Any] = {"high": ("float32", (network.inputs, *(None,) * dims))}
+    if metadata.get("fine") and getattr(network, "fine", 0):
+        layouts["fine"] = ("float32", (len(metadata["fine"]["channels"]), *(None,) * dims))
     if getattr(network, "field", 0):
         layouts["low"] = ("float32", (network.field, *(None,) * dims))
     if getattr(network, "parameters", 0):
@@ -193,7 +196,7 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
 
 def complete_network(cfg: Config, metadata: dict[str, Any]) -> Config:
     """Return the settings with dims, channels and periodic sides of the data if the channels of a U-Net are the defaults, and with
-    the channels of static fields and of the state before if ``fine`` is not set. Raises DataError for an index that does not
+    the channels of static fields, inputs and the state before if ``fine`` is not set. Raises DataError for an index that does not
     describe fields."""
     if missing := [key for key in _DESCRIPTION if key not in metadata]:
         actual = f"{cfg.data.directory}: its index has no {', '.join(missing)}, which describe fields"
@@ -203,11 +206,13 @@ def complete_network(cfg: Config, metadata: dict[str, Any]) -> Config:
         return cfg
     values: dict[str, Any] = {}
     if (unet.inputs, unet.outputs) == (default.inputs, default.outputs):
-        periodic, field = tuple(metadata["periodic"]), channels if metadata["factor"] and not unet.parameters else unet.field
+        coarse = len((metadata.get("coarse") or metadata)["channels"])
+        periodic, field = tuple(metadata["periodic"]), coarse if metadata["factor"] and not unet.parameters else unet.field
         values = {"inputs": channels, "outputs": channels, "dims": len(periodic), "periodic": periodic, "field": field}
-    fine = (channels if metadata.get("interval") else 0) + len(metadata.get("static", ()))
+    given = metadata["fine"]["channels"] if metadata.get("fine") else ()
+    fine = (channels if metadata.get("interval") else 0) + len(given) + len(metadata.get("static", ()))
     if unet.fine not in (0, fine):
-        has = f"has {fine} channels of static fields and states before"
+        has = f"has {fine} channels of static fields, inputs and states before"
         raise DataError(f"{cfg.data.directory}: {has}, model.unet.fine is {unet.fine}; leave it out")
     completed = unet.model_copy(update=values | {"fine": fine})
     return cfg.model_copy(update={"model": cfg.model.model_copy(update={"unet": completed})})
@@ -218,22 +223,13 @@ def complete_model_config(cfg: Config, rows: Rows) -> DiffusionConfig:
     the data."""
     model, metadata, size = cfg.model, rows.metadata, tuple(rows.shape(0, "high"))
     if model.size and model.size != size:
-        actual, expected = list(size), list(model.size)
-        raise DataError(f"{rows.folder}: samples are {actual}, model.size is {expected}; leave it out, or set data.directory")
+        raise DataError(f"{rows.folder}: samples are {[*size]}, model.size is {[*model.size]}; leave it out, or set data.directory")
     wraps = tuple(metadata["periodic"])
     if model.unet is not None and (model.unet.periodic or (False,) * len(wraps)) != wraps:
         flags = [str(wrap).lower() for wrap in wraps]
-        raise DataError(
-            f"{rows.folder}: its dims are periodic as [{', '.join(flags)}], model.unet.periodic is another list; set it to that"
-        )
-    fields = FieldsConfig(
-        names=tuple(metadata["channels"]), units=tuple(metadata["channel_units"]), mean=tuple(metadata["mean"]),
-        deviation=tuple(metadata["deviation"]), floor=metadata.get("floor"), transforms=tuple(metadata.get("transforms", ())),
-        floors=tuple(metadata.get("floors", ())), factor=metadata["factor"], box=tuple(metadata["box"]),
-        box_units=metadata["box_units"], periodic=wraps, parameters=tuple(metadata["parameters"]), low=tuple(metadata["low"]),
-        high=tuple(metadata["high"]), parameter_units=tuple(metadata["units"]), static=tuple(metadata.get("static", ())),
-        weighted=metadata.get("weighted", False), interval=tuple(metadata["interval"]) if metadata.get("interval") else None,
-    )  # fmt: skip
+        has = f"its dims are periodic as [{', '.join(flags)}], model.unet.periodic is another list"
+        raise DataError(f"{rows.folder}: {has}; set it to that")
+    fields = FieldsConfig.from_index(metadata)
     model = model.model_copy(update={"size": size, "fields": fields})
     for name in ("channel_weights", "residual"):
         if isinstance(values := getattr(model, name), tuple) and len(values) not in (0, size[0]):
@@ -255,7 +251,7 @@ def measure_residual(cfg: Config, shape: DiffusionConfig, rows: Rows) -> tuple[f
     """Return the root mean square difference of training samples from their baseline (``Diffusion.baseline``), by channel."""
     source, means = Fields(rows), list[torch.Tensor]()
     with torch.device("meta"):
-        model = Diffusion(shape.model_copy(update={"mean": None, "residual": 1.0}))
+        model = Diffusion(shape.model_copy(update={"residual": 1.0}))
     if cfg.start.mean is not None:
         model.mean = Diffusion.load(cfg.start.mean)
     weights = torch.from_numpy(static["weights"]) if "weights" in (static := read_static(cfg.data.directory)) else torch.ones(1)
@@ -291,9 +287,10 @@ def build_model(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
 def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig, directory: Path) -> None:
     """Write ensembles for validation samples in their order, normalized as for the model, and the metadata to undo that.
 
-    Shape: truth [N, C, *S], members [N, M, C, *S], mean [N, C, *S], field [N, C, *s], parameters [N, P]; of forecasts with L lead
-    times truth [N, L, C, *S], members [N, M, L, C, *S], start [N, C, *S]; weights [C, *S]"""
-    order, metadata = rows["index"].argsort(), {} if model.fields is None else model.fields.model_dump()
+    Shape: truth [N, C, *S], members [N, M, C, *S], mean [N, C, *S], fine [N, R, *S], field [N, C, *s], or coarse [N, K, *s] with
+    channels of its own, parameters [N, P]; of forecasts with L lead times truth [N, L, C, *S], members [N, M, L, C, *S], start
+    [N, C, *S]; weights [C, *S]"""
+    order, metadata = rows["index"].argsort(), {} if model.fields is None else model.fields.model_dump(exclude={"coarse", "fine"})
     rows = {name: value[order] for name, value in rows.items()}
     if metadata.get("weighted"):
         rows["weights"] = torch.from_numpy(read_static(directory)["weights"])

@@ -82,7 +82,7 @@ def read(path: Path) -> Ensembles:
                  "field": "real N C " + dims.replace("S", "s"), "index": "whole N"}  # fmt: skip
         forms |= dict.fromkeys(("start", "mean"), f"real N C {dims}")
         legend = {name: form for name, form in forms.items() if name in file or name in ("truth", "members")}
-        described = [name for name in (*FieldsConfig.model_fields, "interval") if f"about_{name}" in file]
+        described = [name for name in (*FieldsConfig.model_fields, "floor") if f"about_{name}" in file]
         about = {name: file[f"about_{name}"].tolist() for name in described if file[f"about_{name}"].size}
     content = arrays(path, legend)
     if not all(np.isfinite(array).all() for array in content.values()):
@@ -96,11 +96,10 @@ def read(path: Path) -> Ensembles:
         raise DataError("weights are negative, or 0 in a whole channel; expected positive ones, and 0 in masked cells")
     weights = weights / weights.mean(tuple(range(1, weights.ndim)), keepdim=True)
     number, unit = about.pop("interval", (1.0, "steps"))
-    kind, floor = ("log", about["floor"]) if "floor" in about else ("none", 0.0)
-    each = {"units": "", "mean": 0.0, "deviation": 1.0, "transforms": kind, "floors": floor}
-    default = {name: [value] * count for name, value in each.items()} | {"names": [f"channel {n}" for n in range(count)]}
+    names = [f"channel {n}" for n in range(count)]
+    default = {"names": names, "units": [""] * count, "mean": [0.0] * count, "deviation": [1.0] * count}
     fields = FieldsConfig.model_validate({"box": sizes, "box_units": "cell", **default, **about}, strict=False)
-    if odd := [name for name in default if len(getattr(fields, name)) != count]:
+    if odd := [name for name in (*default, "transforms", "floors") if len(getattr(fields, name)) != count]:
         raise DataError(f"about_{odd[0]} has {len(getattr(fields, odd[0]))} elements, expected {count}, one for each channel")
     tensors["constant"] = (weights * truth).mean((0, 1, *range(3, truth.ndim)), keepdim=True)[0]
     baseline = next(name for name in BASELINES if name in tensors)

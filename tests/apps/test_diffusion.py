@@ -65,9 +65,9 @@ def test_ensembles_are_those_of_the_saved_weights(data: Path) -> None:
 
 def test_two_commands_go_from_a_users_file_to_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("xarray", reason="xarray, of the extra fields, is not installed")
-    wind = np.random.default_rng(0).normal(5.0, 2.0, (24, 2, 16, 32)).astype("f4")
+    wind = np.random.default_rng(0).normal(5.0, 2.0, (24, 3, 16, 32)).astype("f4")
     np.save(tmp_path / "wind.npy", wind)
-    options = "--variables u v --periodic x --validation 0.25 --workers 1"
+    options = "--variables u v --inputs w --periodic x --validation 0.25 --workers 1"
     assert fields.main(["convert", str(tmp_path / "wind.npy"), str(tmp_path / "data"), *options.split()]) == 0
 
     def train() -> int:
@@ -79,12 +79,13 @@ def test_two_commands_go_from_a_users_file_to_samples(tmp_path: Path, capsys: py
     assert train() == 0
     model, ensembles = Diffusion.load(tmp_path / "run"), np.load(tmp_path / "run/ensembles.npz", allow_pickle=False)
     assert model.cfg.unet is not None and model.cfg.unet.periodic == (False, True) and model.cfg.unet.field == 2
-    assert ensembles["members"].shape == (3, 4, 2, 16, 32)
-    truth = model.to_physical(torch.from_numpy(ensembles["truth"]))
-    np.testing.assert_allclose(truth, wind[18:21], rtol=1e-4, atol=1e-4)
+    assert ensembles["members"].shape == (3, 4, 2, 16, 32) and model.cfg.unet.fine == 1
+    truth, fine = (torch.from_numpy(ensembles[name]) for name in ("truth", "fine"))
+    np.testing.assert_allclose(model.to_physical(truth), wind[18:21, :2], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(model.to_physical(fine, "fine"), wind[18:21, 2:], rtol=1e-4, atol=1e-4)
     index = tmp_path / "data/train/index.json"
     own = config.load(Config, None, ["model.unet={inputs: 2, outputs: 2, periodic: [false, true]}"])
-    assert complete_network(own, json.loads(index.read_text())) == own, "an unconditional network of the user's"
+    assert complete_network(own, json.loads(index.read_text()) | {"fine": None}) == own, "an unconditional network of the user's"
     index.write_text(json.dumps({key: value for key, value in json.loads(index.read_text()).items() if key != "box"}))
     capsys.readouterr()
     assert train() == 1
@@ -215,15 +216,17 @@ def test_a_shard_of_a_turned_field_equals_that_of_the_full_field_and_reads_littl
     simulator("fields", "--samples 4 --validation 0.5 --rows 2 --kind volumes --size 8")(tmp_path)
     fields: dict[str, tuple] = {"high": ("float32", (1, 8, 8, 8)), "low": ("float32", (1, 2, 2, 2))}
     rows, full_range = Rows(tmp_path / "train", fields, "make them"), slice(0, 8)
+    rows.read = lambda *args, read=rows.read: (row := read(*args)) | {"fine": -row["high"]}  # type: ignore[method-assign, misc]
     unsharded, read, boxes = Fields(rows, 7), 0, [(full_range, slice(2, 5), full_range), (slice(3, 8), slice(0, 4), full_range)]
     for box in boxes:
         sharded = Fields(rows, 7, box=box)
         for index, epoch in ((index, epoch) for index in range(2) for epoch in range(20)):
             shard, full = sharded.sample(index, epoch), unsharded.sample(index, epoch)
             assert np.array_equal(shard.sample, full.sample[(slice(None), *box)]) and np.array_equal(shard.field, full.field)
+            assert np.array_equal(shard.fine, -shard.sample) and np.array_equal(full.fine, -full.sample)
             selection = sharded.selection(index, epoch)
             read += selection is not None and selection["high"][1].stop - selection["high"][1].start < 8
     assert read > 20, "often only the shard is read"
     unturned = Fields(rows, box=boxes[1])
-    assert unturned.selection(1, 0) == {"high": (slice(None), slice(3, 8))}
+    assert unturned.selection(1, 0) == dict.fromkeys(("high", "fine"), (slice(None), slice(3, 8)))
     assert np.array_equal(unturned.sample(1, 0).sample, Fields(rows).sample(1, 3).sample[:, 3:8, 0:4])

@@ -1,5 +1,6 @@
 """Fields of files that people have: a reanalysis, turbulence, microscopy; and files that do not fit together."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,23 @@ def test_static_fields_and_weights_are_beside_the_samples_and_masked_cells_are_l
     assert "2020-01-03T06:00: swh has a value only in some samples in 1.0% of its cells" in capsys.readouterr().err
 
 
+def test_inputs_and_coarse_fields_of_other_variables_have_statistics_of_their_own(tmp_path: Path, capsys: Any) -> None:
+    dataset, sea = reanalysis(), draw(HEIGHT, WIDTH, seed=3) < 0.4
+    dataset[["tp"]].assign(sst=dataset.t2m.where(sea)).to_netcdf(tmp_path / "x.nc", engine="h5netcdf")
+    (low := coarse_of(dataset)[["tp", "z"]]).to_netcdf(tmp_path / "low.nc", engine="h5netcdf")
+    options = ["--inputs", "sst", "--mask", "--coarse", str(tmp_path / "low.nc"), "--coarse-variables", "z", "tp"]
+    index = convert(tmp_path / "x.nc", tmp_path / "out", *options)
+    assert [*index["channels"], *index["fine"]["channels"], *index["coarse"]["channels"]] == ["tp", "sst", "z_500", "z_850", "tp"]
+    assert "tp: coarse fields correlate by 1.00 with" in capsys.readouterr().out
+    rows, sea = columns(tmp_path / "out/train"), sea[:0:-1]
+    fine, coarse = (Standard.from_header({**index, **index[name]}) for name in ("fine", "coarse"))
+    assert (rows["fine"][..., ~sea] == 0).all() and abs(rows["fine"][..., sea].std() - 1) < 0.05
+    assert fine.invert(rows["fine"][7])[0, sea] == pytest.approx(dataset.t2m.values[7, :0:-1][sea], rel=1e-5)
+    assert coarse.invert(rows["low"][7]) == pytest.approx(np.concatenate((low.z[7], low.tp[7:8]))[:, ::-1], rel=1e-4)
+    (tmp_path / "out/train/index.json").write_text(json.dumps(index | {"fine": index["coarse"]}))
+    assert fields.main(["check", str(tmp_path / "out"), "--no-picture"]) == 2
+
+
 def test_frames_of_trajectories_are_in_the_order_of_time_with_steps(tmp_path: Path, capsys: Any) -> None:
     members = [reanalysis()[["t2m"]].isel(latitude=slice(1, None)) + 20 * member for member in range(2)]
     dataset = xarray.concat(members, "number").transpose("number", "time", ...).drop_isel(time=10)
@@ -192,7 +210,7 @@ def test_frames_of_trajectories_are_in_the_order_of_time_with_steps(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("change", "options", "message"), [
-    (None, ["--fill", "q=1"], "--fill q: the variables are t2m tp z"),
+    (None, ["--fill", "q=1"], "--fill q: the variables are t2m tp z"), (None, ["--coarse-variables", "z"], "low is the mean of"),
     (None, ["--static", "lsm"], "has no such variable over latitude and longitude alone; it has none"),
     (lambda x: x.update({"flat": (("latitude", "longitude"), np.ones((HEIGHT, WIDTH)))}), ["--static", "flat"], "flat is 1 in all"),
     (lambda x: x.update({"lsm": (("latitude", "longitude"), np.full((HEIGHT, WIDTH), np.nan))}), ["--static", "lsm"],
@@ -200,6 +218,7 @@ def test_frames_of_trajectories_are_in_the_order_of_time_with_steps(tmp_path: Pa
     (lambda x: x.t2m.values.__setitem__(slice(None), np.nan), ["--mask"], "t2m has no value in any cell"),
     (None, ["--forecast", "--validation", "0.05"], "validation has 2 frames in a row, 6 hours apart, expected 3 or more"),
     (None, ["--forecast", "--coarse", "tests"], "frames have no coarse counterpart"),
+    (None, ["--forecast", "--inputs", "tp"], "no inputs; leave out --coarse and --inputs"),
     (lambda x: x.t2m.values.__setitem__((3, 2), np.nan), [], "2020-01-01T18:00: t2m has no value in 5.9% of its cells; give one"),
     (lambda x: x.tp.values.__setitem__(slice(None), -1e-3), ["--transform", "tp=log"], "has no logarithm"),
     (lambda x: x.t2m.values.__setitem__(slice(None), 273), [], "t2m is 273 in all cells"),
@@ -207,7 +226,7 @@ def test_frames_of_trajectories_are_in_the_order_of_time_with_steps(tmp_path: Pa
     (None, ["--levels", "300"], "it has 500, 850"), (None, ["--dims", "lat", "lon"], "has no dim lat for --dims"),
     (None, ["--factor", "5", "--multiple", "1"], "longitude has 32 cells, expected a multiple of 5"),
     (None, ["--periodic", "x"], "the sides are latitude longitude"), (None, ["--transform", "q=log"], "the channels are t2m"),
-    (None, ["--validation", "1.5"], "expected fractions"),
+    (None, ["--validation", "1.5"], "expected fractions"), (None, ["--variables", "tp", "--inputs", "tp"], "no variable to"),
 ])  # fmt: skip
 def test_files_and_options_that_do_not_fit_are_refused(
     tmp_path: Path, change: Any, options: list[str], message: str, capsys: pytest.CaptureFixture[str]

@@ -74,7 +74,7 @@ def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(dataset
     assert density.shape == (16, 16, 16) and density.mean() == pytest.approx(1, rel=1e-9)
     slabs = [density[:4].mean(0), density[8:12].mean(0), density[:, :4].mean(1), density[:, 8:12].mean(1),
              density[..., :4].mean(2), density[..., 8:12].mean(2)]  # fmt: skip
-    mean, deviation, floor = index["mean"][0], index["deviation"][0], index["floor"]
+    mean, deviation, floor = index["mean"][0], index["deviation"][0], index["floors"][0]
     for slab, high, low in zip(slabs, rows["high"], rows["low"]):
         assert np.exp(mean + deviation * high[0].astype(float)) - floor == pytest.approx(slab, rel=1e-5, abs=1e-6)
         expected = (np.log(block_means(slab, 4) + floor) - mean) / deviation

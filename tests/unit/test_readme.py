@@ -102,7 +102,7 @@ def test_the_cells_of_the_diffusion_page_run(runs: Path, monkeypatch: pytest.Mon
     stand_in = types.SimpleNamespace(InceptionV3=lambda: lambda images: [images.mean((2, 3))])  # its weights are downloaded
     monkeypatch.setitem(sys.modules, "pytorch_fid.inception", stand_in)  # type: ignore[arg-type]
     (runs / "diffusion-turbulence").mkdir()
-    forecasts = cfg.fields.model_copy(update={"floor": None, "factor": 0, "interval": (1.0, "hours")})  # type: ignore[union-attr]
+    forecasts = cfg.fields.model_copy(update={"transforms": ("none",), "factor": 0, "interval": (1.0, "hours")})  # type: ignore[union-attr]
     states = {"unet": UNetConfig(**{**network, "field": 0, "fine": 1}, middle="none", heads=(1,), groups=4), "fields": forecasts}
     Diffusion(cfg.model_copy(update=states)).save(runs / "diffusion-turbulence/model.safetensors")
     given = {"coarse": torch.rand(2, 1, 16, 16) + 0.5, "vorticity": torch.randn(2, 1, 64, 64)}

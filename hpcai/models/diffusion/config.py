@@ -1,5 +1,6 @@
 """Settings of denoising networks, prediction types and samplers. This module does not import torch."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -286,21 +287,49 @@ class SamplerConfig(Settings):
     """for flow: shift of times towards more noise (Esser et al. 2024, eq. 23)"""
 
 
-class FieldsConfig(Settings):
-    """Physical units of samples, and their coarse conditioning fields."""
+def by_channel(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an index or settings with a transform and a floor of each channel. Earlier versions had one ``floor``, or neither."""
+    floor, count = about.get("floor"), len(about["mean"])
+    default = {"transforms": ("none" if floor is None else "log",) * count, "floors": (floor or 0.0,) * count}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in about.items() if name != "floor"}
+    return given | {name: given.get(name) or value for name, value in default.items()}
+
+
+class ChannelsConfig(Settings):
+    """Names and standardization of channels."""
 
     names: tuple[str, ...]
     """of the channels"""
     units: tuple[str, ...]
     mean: tuple[float, ...]
     deviation: tuple[PositiveFloat, ...]
-    """inputs of a network are (field - mean) / deviation"""
-    floor: PositiveFloat | None = None
-    """added to all fields before their logarithm; null: ``transforms``"""
+    """inputs of a network are (transform(field) - mean) / deviation"""
     transforms: tuple[Literal["none", "log", "sqrt"], ...] = ()
-    """of each field before mean and deviation: the logarithm of field + floor, or the square root; empty: none"""
+    """of each channel: none, the logarithm of field + floor, or the square root; empty: none"""
     floors: tuple[NonNegativeFloat, ...] = ()
-    """of each field, for ``transforms``"""
+    """of each channel, for the logarithm"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_channel(cls, values: Any) -> Any:
+        return by_channel(values) if isinstance(values, dict) and isinstance(values.get("mean"), list | tuple) else values
+
+    @classmethod
+    def from_index(cls, index: Mapping[str, Any]) -> Self:
+        """Return the settings that the index of a data set describes."""
+        renamed = {"channels": "names", "channel_units": "units", "units": "parameter_units"}
+        values = {renamed.get(name, name): value for name, value in by_channel(index).items()}
+        values |= {name: ChannelsConfig.from_index(values[name]) for name in ("coarse", "fine") if values.get(name)}
+        return cls.model_validate({name: values[name] for name in cls.model_fields if name in values}, strict=False)
+
+
+class FieldsConfig(ChannelsConfig):
+    """Physical units of samples, and their conditioning fields."""
+
+    coarse: ChannelsConfig | None = None
+    """of the coarse field; null: those of samples"""
+    fine: ChannelsConfig | None = None
+    """of inputs on the grid of samples that differ between samples, such as sea surface temperature; null: there are none"""
     factor: NonNegativeInt = 0
     """resolution of a sample relative to its coarse field; 0: there is none"""
     static: tuple[str, ...] = ()

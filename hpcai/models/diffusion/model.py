@@ -6,7 +6,7 @@ B samples, M ensemble members, C channels, S and s pixels along each dim of a sa
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from hpcai.nn.weights import PretrainedMixin
 _RANGE_TOLERANCE = 1e-3  # of standardized parameters, whose range is [-1, 1]
 _MIN_RMS, _MAX_RMS = 0.05, 4.0  # of a standardized coarse field; simulated ones have 0.4 to 1.2
 _BATCH_SIZE = 64
+Kind = Literal["sample", "coarse", "fine"]
 _NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux, SD3Config: SD3}
 
 
@@ -50,6 +51,9 @@ class Diffusion(PretrainedMixin):
         plan_steps(self.objective, self.cfg.sampler)  # raises now if settings are inconsistent
         if self.cfg.residual == "measured":
             raise ConfigError("residual is measured where there are data, by apps.diffusion; give a number for each channel")
+        if self.cfg.residual is not None and self.cfg.mean is None and self.cfg.fields and self.cfg.fields.coarse:
+            actual = f"the coarse field has other channels than samples ({', '.join(self.cfg.fields.coarse.names)})"
+            raise ConfigError(f"residual: {actual}; set it to null, or start.mean to a regression mean of the same data")
         self.network = _NETWORKS[type(self.cfg.network)](self.cfg.network)
         self.mean: Diffusion | None = None
         if self.cfg.mean is not None:
@@ -241,22 +245,24 @@ class Diffusion(PretrainedMixin):
         chosen: tuple[Any, ...] = (slice(None), *places)
         return fields[chosen].transpose(0, 1)
 
-    def to_physical(self, x: Tensor) -> Tensor:
+    def to_physical(self, x: Tensor, kind: Kind = "sample") -> Tensor:
         """Convert standardized fields to physical units.   [..., C, *S] -> the same, float64"""
-        fields = self._fields
-        values = self._per_channel(fields.mean, x) + self._per_channel(fields.deviation, x) * x.double()
-        return self._transform(values, {"log": lambda z, floor: z.exp() - floor, "sqrt": lambda z, _: z.clamp(min=0).square()})
+        dim, channels = self._channels(x, kind)
+        invert = {"none": lambda z, _: z, "log": lambda z, floor: z.exp() - floor, "sqrt": lambda z, _: z.clamp(min=0).square()}
+        return torch.stack([invert[form](mean + std * z, floor) for z, _, form, floor, mean, std in channels], dim)
 
-    def standardize(self, x: Tensor) -> Tensor:
-        """Standardize fields in physical units, such as a coarse field to be refined. Raises DataError for values that are not
-        finite, or have no logarithm.   [..., C, *S] -> the same"""
-        fields = self._fields
-        values = self._transform(x.double(), {"log": lambda z, floor: (z + floor).log(), "sqrt": lambda z, _: z.sqrt()})
+    def standardize(self, x: Tensor, kind: Kind = "sample") -> Tensor:
+        """Standardize fields in physical units: samples, ``coarse`` fields for ``Condition.field``, whose channels may be those of
+        samples, or ``fine`` inputs for ``Condition.fine``. Raises DataError for another number of channels, and for values that are
+        not finite, or have no logarithm or root.   [..., C, *S] -> the same"""
+        dim, channels = self._channels(x, kind)
+        apply = {"none": lambda z, _: z, "log": lambda z, floor: (z + floor).log(), "sqrt": lambda z, _: z.sqrt()}
+        values = torch.stack([(apply[form](z, floor) - mean) / std for z, _, form, floor, mean, std in channels], dim).float()
         if not bool(values.isfinite().all()):
-            limit = "" if fields.floor is None else f" above {-fields.floor:g}; add 1 to a density contrast"
-            limit = limit or (f", of which {', '.join(fields.transforms)} exists" if fields.transforms else "")
-            raise DataError(f"fields go from {float(x.min()):g} to {float(x.max()):g}; expected finite values{limit}")
-        return ((values - self._per_channel(fields.mean, x)) / self._per_channel(fields.deviation, x)).float()
+            forms = {"none": "{}", "log": "log({} + {:g})", "sqrt": "sqrt({})"}
+            expected = ", ".join(forms[form].format(name, floor) for _, name, form, floor, *_ in channels)
+            raise DataError(f"fields go from {float(x.min()):g} to {float(x.max()):g}; expected values with finite {expected}")
+        return values
 
     def standardize_parameters(self, values: Mapping[str, float | Sequence[float]]) -> Tensor:
         """Standardize physical parameters, one number or one for each sample.   -> [B, P]. Raises DataError for other names."""
@@ -272,24 +278,26 @@ class Diffusion(PretrainedMixin):
     def _check_condition(self, condition: Condition, shape: tuple[int, ...]) -> None:
         """Raise DataError for fields that do not fit ``shape`` or are not finite. Log a warning for those that do not look
         standardized, and for parameters out of range."""
-        fields, coarse, parameters = self.cfg.fields, condition.field, condition.parameters
+        fields, coarse, parameters, sides = self.cfg.fields, condition.field, condition.parameters, list(shape[1:])
         if fields is None:
             return
-        if self.static is not None and self.static.shape[1:] != shape[1:]:
-            actual, sides = list(self.static.shape[1:]), list(shape[1:])
+        if self.static is not None and (actual := list(self.static.shape[1:])) != sides:
             raise DataError(f"the sample has {sides} cells, static fields of the model {actual}; give a condition of that size")
-        if coarse is not None and fields.factor and [fields.factor * n for n in coarse.shape[2:]] != list(shape[1:]):
-            actual, sides = list(coarse.shape[2:]), list(shape[1:])
+        if coarse is not None and fields.factor and [fields.factor * n for n in coarse.shape[2:]] != sides:
+            actual = list(coarse.shape[2:])
             raise DataError(f"condition.field has {actual} pixels and the sample {sides}; expected {fields.factor} times as many")
-        given, argument = (coarse, "field") if fields.interval is None else (condition.fine, "fine")
-        for name, values in zip(fields.names, () if given is None else given.double().transpose(0, 1).flatten(1)):
-            low, high, rms = (float(value) for value in (values.min(), values.max(), values.square().mean().sqrt()))
-            if not math.isfinite(rms):
-                raise DataError(f"condition.{argument}: {name} goes from {low:g} to {high:g}; expected finite values; fill others")
-            is_odd = rms < _MIN_RMS or (fields.floor and low > 0)
-            if rms > _MAX_RMS or (is_odd and values.numel() >= 64):  # a few cells may all be dense, or calm
-                text = "condition.%s: %s goes from %.3g to %.3g (RMS %.3g); expected standardized values of both signs, as of"
-                warn(text + " model.standardize(...)", argument, name, low, high, rms)
+        given = ("field", coarse, fields.coarse or fields), ("fine", condition.fine, fields if fields.interval else fields.fine)
+        for argument, x, about in given:
+            channels = () if x is None or about is None else zip(about.names, about.transforms, x.double().unbind(1))
+            for name, form, values in channels:
+                low, high, rms = (float(value) for value in (values.min(), values.max(), values.square().mean().sqrt()))
+                if not math.isfinite(rms):
+                    ends = f"{low:g} to {high:g}"
+                    raise DataError(f"condition.{argument}: {name} goes from {ends}; expected finite values; fill others")
+                is_odd = rms < _MIN_RMS or (form == "log" and low > 0)
+                if rms > _MAX_RMS or (is_odd and values.numel() >= 64):  # a few cells may all be dense, or calm
+                    text = "condition.%s: %s goes from %.3g to %.3g (RMS %.3g); expected standardized values of both signs, as of"
+                    warn(text + " model.standardize(...)", argument, name, low, high, rms)
         if parameters is not None:
             for column in (parameters.abs() > 1 + _RANGE_TOLERANCE).any(0).nonzero()[:, 0].tolist():
                 low, high = fields.low[column], fields.high[column]
@@ -304,27 +312,23 @@ class Diffusion(PretrainedMixin):
             raise ConfigError("the model cannot convert samples to physical units: its settings have no fields")
         return self.cfg.fields
 
-    def _transform(self, x: Tensor, functions: Mapping[str, Callable[[Tensor, float], Tensor]]) -> Tensor:
-        """Apply the function of the transform of each channel.   [..., C, *S] -> the same"""
-        fields, dim = self._fields, -len(self.cfg.size or (0, 0, 0))
-        kinds = ("log",) * x.shape[dim] if fields.floor is not None else fields.transforms
-        if not any(kind in functions for kind in kinds):
-            return x
-        floors = fields.floors or (fields.floor or 0.0,) * len(kinds)
-        parts = zip(x.unbind(dim), kinds, floors)
-        return torch.stack([functions[kind](part, floor) if kind in functions else part for part, kind, floor in parts], dim)
-
-    def _per_channel(self, values: Sequence[float], x: Tensor) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=x.device).view(-1, *(1,) * (len(self.cfg.size) - 1 or 2))
+    def _channels(self, x: Tensor, kind: Kind) -> tuple[int, list[tuple[Tensor, str, str, float, float, float]]]:
+        """Return the dim of channels of x [..., C, *S], and each of them in float64, with its name, transform, floor, mean and
+        deviation. Raises DataError if the model was trained on another number of them."""
+        fields, dim = self._fields, -(len(self.cfg.size) or 3)
+        about = {"sample": fields, "coarse": fields.coarse or fields, "fine": fields.fine}[kind]
+        if about is None or x.shape[dim] != len(about.names):
+            expected = "no channels" if about is None else ", ".join(about.names)
+            raise DataError(f"{kind} fields are {list(x.shape)}; expected {expected}, on which the model was trained, in dim {dim}")
+        return dim, [*zip(x.double().unbind(dim), about.names, about.transforms, about.floors, about.mean, about.deviation)]
 
     def _sample_shape(self, condition: Condition, size: Sequence[int]) -> tuple[int, ...]:
-        if size or self.cfg.size:
-            shape = tuple(size) or self.cfg.size
-            coarse, factor = condition.field, self.cfg.fields.factor if self.cfg.fields else 0
-            if not size and coarse is not None and factor:  # the region may be larger or smaller than in training
-                shape = (shape[0], *(factor * n for n in coarse.shape[2:]))
-            return shape
-        raise ConfigError("the size of a sample is unknown. The settings have none; give size=(channels, *sides)")
+        shape, coarse, factor = tuple(size) or self.cfg.size, condition.field, self.cfg.fields.factor if self.cfg.fields else 0
+        if not shape:
+            raise ConfigError("the size of a sample is unknown. The settings have none; give size=(channels, *sides)")
+        if not size and coarse is not None and factor:  # the region may be larger or smaller than in training
+            return (shape[0], *(factor * n for n in coarse.shape[2:]))
+        return shape
 
 
 def _fill(values: Sequence[float], x: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ def score(model: Any, batch: Batch, offset: float = 0.5) -> dict[str, Any]:
 
 def draw_ensemble(model: Any, batch: Batch, sampler: SamplerConfig | None = None, members: int = 8) -> dict[str, Tensor]:
     """Return rows for reports: ``truth`` [B, C, ...], generated ``members`` [B, M, C, ...], their ``index`` [B], the regression
-    ``mean`` [B, C, ...] and the conditions ``field`` and ``parameters``, if any. For forecasts: the states at L lead times, [B, L,
-    C, ...] and [B, M, L, C, ...], and ``start`` [B, C, ...], the state before."""
+    ``mean`` [B, C, ...] and the conditions ``field``, or ``coarse`` with other channels, ``fine`` and ``parameters``, if any. For
+    forecasts: the states at L lead times, [B, L, C, ...] and [B, M, L, C, ...], and ``start`` [B, C, ...], the state before."""
     grid = model.grid
     truth, fine = grid.gather(model.prepare_sample(batch.sample)), None if batch.fine is None else grid.gather(batch.fine)
     condition, kwargs = batch.condition._replace(fine=fine), {"seed": model.seed, "sampler": sampler, "indices": batch.indices}
@@ -93,7 +93,8 @@ def draw_ensemble(model: Any, batch: Batch, sampler: SamplerConfig | None = None
     rows = {"index": batch.indices, "truth": truth, "members": samples.transpose(0, 1).contiguous()}
     if model.mean is not None and batch.future is None:
         rows["mean"] = grid.gather(model.baseline(batch.condition, batch.sample))
-    conditions = {"field": batch.field, "parameters": batch.parameters, "start": None if batch.future is None else fine}
+    coarse = "coarse" if model.cfg.fields and model.cfg.fields.coarse else "field"
+    conditions = {coarse: batch.field, "parameters": batch.parameters, "fine" if batch.future is None else "start": fine}
     return rows | {name: value for name, value in conditions.items() if value is not None}
 
 

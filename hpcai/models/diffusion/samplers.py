@@ -134,6 +134,8 @@ def _check(objective: Objective, cfg: SamplerConfig) -> None:
     needed = cfg.steps + (cfg.method == "dpm++" and cfg.spacing in ("leading", "linspace"))
     if objective.has_schedule and cfg.spacing != "karras" and needed > levels:
         errors.append(f"steps {cfg.steps}: {cfg.method} visits {needed} levels, and the schedule has {levels}; set fewer steps")
+    if says == "flow" and cfg.method == "dpm++" and cfg.spacing == "linspace" and levels == 1:
+        errors.append("spacing linspace: dpm++ begins at time 1 - 1/levels, and objective.levels is 1; set spacing to trailing")
     if cfg.eta and cfg.method != "ddim":
         errors.append(f"eta {cfg.eta:g} is of ddim; method is {cfg.method}; set eta to 0")
     if cfg.eta > 1:

@@ -212,6 +212,24 @@ def test_a_forecast_starts_from_the_state_before() -> None:
 FIELDS = {"names": ["density"], "units": ["mean"], "mean": [-0.3], "deviation": [1.2], "floor": 0.05, "factor": 4}
 
 
+def test_inputs_have_units_of_their_own_and_one_floor_of_all_channels_is_read() -> None:
+    saved = str({**FIELDS, "transforms": [], "floors": []}).replace("'", '"')
+    older, snow = DiffusionConfig.model_validate_json('{"fields": ' + saved + "}").fields, {**FIELDS, "names": ["snow"]}
+    assert older is not None and (older.transforms, older.floors) == (("log",), (0.05,))
+    coarse = {"names": ["z", "q"], "units": ["m", ""], "mean": [5, 1], "deviation": [2, 4]}
+    fields = {**FIELDS, "fine": {name: value for name, value in snow.items() if name != "factor"}, "coarse": coarse}
+    model = new_model(unet={**UNET, "field": 2, "fine": 1}, size=[1, 8, 8], fields=fields)
+    low, fine = torch.rand(3, 2, 2, 2), torch.rand(3, 1, 8, 8)
+    field, given = model.standardize(low, "coarse"), model.standardize(fine, "fine")
+    torch.testing.assert_close(given, ((fine + 0.05).log() + 0.3) / 1.2)
+    members = (model.sample(Condition(field=field, fine=x)) for x in (given, -given))
+    assert field[0, 1, 0, 0] == (low[0, 1, 0, 0] - 1) / 4 and not torch.equal(*members)
+    with pytest.raises(DataError, match=r"fine fields are \[3, 2, 2, 2\]; expected snow, on which the model was trained"):
+        model.standardize(low, "fine")
+    with pytest.raises(ConfigError, match=r"the coarse field has other channels than samples \(z, q\); set it to null"):
+        new_model(residual=0.5, fields=fields)
+
+
 def test_physical_units_and_sizes() -> None:
     settings = {"size": [1, 8, 8], "fields": FIELDS}
     model = Diffusion(DiffusionConfig.model_validate({"unet": UNET, **CASES["flow"], **settings}, strict=False))
@@ -237,7 +255,7 @@ def test_each_channel_has_its_transform_and_guidance_needs_training(caplog: pyte
     expected = torch.stack([(physical[:, 0] - 280) / 10, ((physical[:, 1] + 1e-5).log() + 6) / 1.5, physical[:, 2].sqrt() - 3], 1)
     torch.testing.assert_close(standard.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(model.to_physical(standard), physical, rtol=1e-5, atol=1e-5)
-    with pytest.raises(DataError, match="expected finite values, of which none, log, sqrt exists"):
+    with pytest.raises(DataError, match=r"expected values with finite t, log\(rain \+ 1e-05\), sqrt\(wind\)"):
         model.standardize(-physical)
     model.sample(Condition(field=torch.full((2, 3, 8, 8), 1e-3)), size=(3, 32, 32))
     assert "t goes from 0.001 to 0.001 (RMS 0.001); expected standardized values" in caplog.messages[0]

@@ -142,6 +142,8 @@ def test_levels_are_integers_and_uniform() -> None:
     objective, uniform = new_objective("v", levels=50), (torch.arange(1000) + 0.5) / 1000
     assert torch.bincount(objective.sample_times(uniform, uniform).long()).tolist() == [20] * 50
     assert objective.sample_times(torch.tensor([0.0, 1.0], dtype=torch.bfloat16), uniform[:2]).tolist() == [0, 49], "rounded to 1"
+    with pytest.raises(ConfigError, match="dpm.. begins at time 1 - 1/levels, and objective.levels is 1; set spacing to trailing"):
+        plan_steps(new_objective("flow", levels=1), SamplerConfig(spacing="linspace"))
 
 
 def test_the_target_of_edm_loses_no_digits_at_small_sigma() -> None:
