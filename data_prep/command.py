@@ -107,7 +107,8 @@ class Settings:
 
 
 class Recipe(Settings):
-    """The settings of a simulation. A sample is a pure function of the settings and of its number."""
+    """The settings of a simulation. A sample is a pure function of the settings and of its number: ranks, cores,
+    interruptions and a later extension of the set change nothing in it."""
 
     seed: int
     validation: float

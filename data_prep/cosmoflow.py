@@ -7,10 +7,7 @@
 The four targets are Omega_m, sigma_8, n_s and H_0, each within 10 % of (0.3, 0.8, 0.96, 70), with Omega_b = 0.045, at redshifts 0,
 0.5, 1.5 and 3, as in the generator of the public universes (NERSC/cosmoflow-sims, janWorkflow/prepMusic_4par.sh, files
 ics_2019-03_a*). We know of no statement that its last version, which made the published set, kept these ranges; --ranges changes
-them. One difference is by choice: the public box is 512 Mpc/h * H_0/70, ours has the same Mpc/h for every H_0.
-
-A universe is a pure function of (seed, index): ranks, cores, interruptions and a later extension of the set change nothing in
-it."""
+them. One difference is by choice: the public box is 512 Mpc/h * H_0/70, ours has the same Mpc/h for every H_0."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,7 @@
     OUT/{train,validation,test}/samples_000000.h5   "fields" float32 [N, H, W, 16] and "mask" uint8 [N, H, W]
                                                     0 background, 1 tropical cyclone, 2 atmospheric river
 
-A simulated sample is a pure function of (seed, index) and the grid: ranks, cores, interruptions and a later extension of the set
-change nothing in it. The small region has higher frequencies of both classes than the globe of the public set (0.9863, 0.0005 and
+The small region has higher frequencies of both classes than the globe of the public set (0.9863, 0.0005 and
 0.0133): a cyclone covers more of a smaller map.
 
 N rows of a file   H, W latitudes (south to north) and longitudes   16 the VARIABLES, in the order of the public data"""

@@ -11,9 +11,6 @@
 Boxes are those of kidney and of tumour: for each, the two connected components (6 neighbours) with the largest boxes, the larger
 first, as start and stop along D, H, W; zeros if there are fewer. Every case has its own shape, which the index states.
 
-A simulated case is a pure function of (seed, index), spacing, least shape and extent: ranks, cores, interruptions and a later
-extension of the set change nothing in it.
-
 D along the body   H front to back   W from side to side"""
 
 import argparse

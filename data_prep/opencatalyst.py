@@ -12,10 +12,7 @@
         "tags" uint8 [A], 0 below the surface, 1 surface, 2 adsorbate    "fixed" uint8 [A], 1 for fixed atoms
 
 Datasets of shape [A] hold the frames concatenated; "atoms" is the length of each. Splits are by composition in simulate and by
-system in convert, so that no frame of validation shares its system with training.
-
-A simulated system is a pure function of (seed, number) and the recipe (size, steps, systems of a file, fractions held out). Ranks,
-cores, interruptions and a later extension of the set change nothing in it."""
+system in convert, so that no frame of validation shares its system with training."""
 
 import argparse
 import json

@@ -31,10 +31,7 @@ takes 2 bytes on disk and a residue 482; --most bounds the number of letters.
 Templates are the hits of .hhr files: of the hhr folder of OpenProteinSet, or beside the .a3m files. Any chain of --structures can
 be a template, also one that the filters exclude as a sample. hpcai.models.openfold.templates defines which hits count: none of the
 chain's own entry, no duplicate of it, and only structures released 60 days before it (a chain without a date takes all). Hits that
-are unreadable or have another sequence only cost the chain its templates, and are listed.
-
-A simulated chain is a pure function of (seed, family, member) and the recipe; a converted one of its files and the options. Ranks,
-processes and interruptions change neither."""
+are unreadable or have another sequence only cost the chain its templates, and are listed."""
 
 import argparse
 import re
