@@ -19,6 +19,7 @@ from hpcai.errors import CheckpointError
 from hpcai.models.openfold.config import OpenFoldConfig
 from hpcai.models.openfold.model import OpenFold
 from hpcai.nn import weights as files
+from hpcai.nn.deferred_init import deferred
 
 Form = Literal["hpcai", "openfold", "openfold_v1", "mlperf", "mlperf_fused", "alphafold"]
 Rules = tuple[tuple[str, str], ...]
@@ -176,7 +177,8 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
             raise CheckpointError(f"{path}: {text}: {problem}") from problem
     elif cfg is not None and cfg != saved_cfg:
         raise CheckpointError(f"{path}: contains settings that differ from cfg; load without cfg")
-    model = _build_on_meta(saved_cfg)
+    with deferred():
+        model = OpenFold(saved_cfg)
     own_state = model.state_dict()
     expected = to_public(own_state, saved_cfg, form)
     _check_names(state, expected, path, form)
@@ -190,17 +192,6 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
     weights = from_public(state, own_state, form)
     model.load_state_dict({name: value.float() for name, value in weights.items()}, assign=True)
     return model.eval()
-
-
-def _build_on_meta(cfg: OpenFoldConfig) -> OpenFold:
-    """Return a network with weights on the meta device. Its buffers, which files do not contain, are the same in all sizes."""
-    with torch.device("meta"):
-        model = OpenFold(cfg)
-    buffers = dict(OpenFold(OpenFoldConfig.preset("tiny")).named_buffers())
-    for name, _ in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, buffers[name])
-    return model
 
 
 def _check_names(names: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
