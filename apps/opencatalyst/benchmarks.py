@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from apps.opencatalyst.data import FIELDS, Frames, SizeBuckets, collate_frames, open_rows, parse_frame
+from apps.opencatalyst.data import FIELDS, Frames, collate_frames, open_rows, parse_frame
 from apps.opencatalyst.settings import Config
 from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload
 from hpcai.data.splits import make_loader
@@ -64,19 +64,19 @@ class Benchmark(Workload):
 
     def collate(self, cfg: SlabConfig, samples: list[tuple[Any, ...]]) -> Any:
         frames = [parse_frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
-        return collate_frames(frames, cfg.step.accumulate, _size_buckets(cfg, len(frames)) if cfg.padded else None)
+        return collate_frames(frames, cfg.step.accumulate, _size_bucket(cfg, len(frames)) if cfg.padded else None)
 
     def loader(self, cfg: SlabConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        buckets = _size_buckets(cfg, cfg.data.batch // mesh["replicate"].size)
-        source = Frames(open_rows(cfg, split, mesh), cfg.model, cfg.step.accumulate, buckets)
+        bucket = _size_bucket(cfg, cfg.data.batch // mesh["replicate"].size)
+        source = Frames(open_rows(cfg, split, mesh), cfg.model, cfg.step.accumulate, bucket)
         return make_loader(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
-def _size_buckets(cfg: SlabConfig, frames: int) -> SizeBuckets | None:
-    """Return buckets of the maximum number of neighbours, so that all batches of so many frames have one shape."""
+def _size_bucket(cfg: SlabConfig, frames: int) -> Sizes | None:
+    """Return sizes of the maximum number of neighbours, so that all batches of so many frames have one shape."""
     each, most = int(np.prod(_SLAB)) + 1, cfg.model.most
     count = each * frames
-    return SizeBuckets(Sizes(count + 1, count * most + 1, most, 2 * most, each)) if most else None
+    return Sizes(count + 1, count * most + 1, most, 2 * most, each) if most else None
 
 
 class _TripletModel(nn.Module):
