@@ -69,7 +69,6 @@ EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "enc
 # ---- options
 
 
-fraction = command.option_type("fraction of 0 to 1", float, lambda value: 0 <= value <= 1)
 sequence_length = command.option_type("whole number from 2 to 2^30", int, lambda value: 2 <= value <= 1 << 30)
 @dataclass(frozen=True)
 class LibrarySettings(command.Settings):
@@ -130,7 +129,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="files, and folders of any depth")
     parser.add_argument("--only", metavar="GLOB", action="append", default=[], help="files of folders, as '*.md'; more than once")
     parser.add_argument("--validation", metavar="PATH", type=Path, action="append", default=[], help="held out, instead of by hash")
-    parser.add_argument("--bad", metavar="F", type=fraction, default=0.01, help="fraction of documents that may be unusable")
+    share = command.within(0, 1)
+    parser.add_argument("--bad", metavar="F", type=share, default=0.01, help="fraction of documents that may be unusable")
 
 
 # ---- sources
