@@ -82,7 +82,7 @@ class Recipe(command.Recipe):
         least, most = self.length
         if not proteins.MIN_LENGTH <= least <= most:
             yield f"--length {least} {most}: expected the least and the most, {proteins.MIN_LENGTH} at least"
-        if self.templates >= max(self.members, 1):
+        if self.templates >= self.members:
             yield f"--templates {self.templates}: a family has {self.members} members, expected fewer than that"
 
     def make_family(self, number: int) -> list[dict[str, Any]]:
