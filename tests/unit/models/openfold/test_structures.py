@@ -1,14 +1,13 @@
 """Protein chains of mmCIF files, written row by row, and round trips of predicted chains."""
 
 import gzip
-import sys
 from datetime import date
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hpcai.errors import DataError, MissingExtraError
+from hpcai.errors import DataError
 from hpcai.models.openfold.residues import ATOM_TYPES, RESTYPES
 from hpcai.models.openfold.structures import Chain, read_structure, write_structure
 from tests.reference_data import DATA
@@ -99,12 +98,6 @@ def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path: Path) -
 def test_a_broken_file_raises(tmp_path: Path, text: str, chain: str | None, message: str) -> None:
     with pytest.raises(DataError, match=f"^{tmp_path}/1abc.cif: .*{message}"):
         read(tmp_path, text, chain)
-
-
-def test_without_gemmi_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gemmi", None)
-    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[openfold\]"):
-        read_structure(tmp_path / "1abc.cif")
 
 
 CHAIN = pdb("5 MET 0", "6 MSE 3.7", "6A GLY 7.4", "9 LYS 20", "20 VAL 23.7") + "TER\n" + pdb("90 GOL 50", "91 HOH 60")
