@@ -60,6 +60,11 @@ def option_type(name: str, parse: Callable[[str], Any], valid: Callable[[Any], b
     return convert
 
 
+def within(low: float, high: float, parse: Callable[[str], Any] = float) -> Callable[[str], Any]:
+    """Return a type for argparse: a number of a range."""
+    return option_type(f"number from {low:g} to {high:g}", parse, lambda value: low <= value <= high)
+
+
 positive = option_type("whole number of 1 or more", int, lambda value: value >= 1)
 natural = option_type("whole number of 0 or more", int, lambda value: value >= 0)
 workers = option_type("whole number of 1 or more, or cores", lambda x: store.count_cores() if x == "cores" else positive(x))
@@ -107,7 +112,8 @@ class Settings:
 
 
 class Recipe(Settings):
-    """The settings of a simulation. A sample is a pure function of the settings and of its number."""
+    """The settings of a simulation. A sample is a pure function of the settings and of its number: ranks, cores,
+    interruptions and a later extension of the set change nothing in it."""
 
     seed: int
     validation: float

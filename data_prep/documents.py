@@ -7,7 +7,7 @@
     .fasta .fa .faa .a3m      each sequence is a document, without gaps, and in A3M without insertions (lower-case letters)
 
 All but .parquet may be compressed, which their first bytes show: gzip, Zstandard, xz or bzip2. An unusable document is yielded as
-``Unusable`` if the rest of the file can be read; a truncated file raises DataError.
+``UnusableError`` if the rest of the file can be read; a truncated file raises DataError.
 """
 
 import bz2
@@ -49,15 +49,8 @@ _COMPRESSION = {
 }  # fmt: skip
 
 
-class NotTextError(DataError):
-    """A file is no text; the message has its name."""
-
-
-@dataclass(frozen=True)
-class Unusable:
+class UnusableError(DataError):
     """The reason why a document cannot be used."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,7 @@ def count_before(piece: Piece) -> int:
 
 def read_documents(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """Yield the documents that begin in a piece, each after its line (row) counted from 1 in the piece: an iterator of chunks of a
-    text, the object of a line or row, a sequence, or ``Unusable``. Only ``columns`` of a table are read."""
+    text, the object of a line or row, a sequence, or ``UnusableError``. Only ``columns`` of a table are read."""
     kind = file_kind(piece.path)
     if kind == "text":
         yield 1, read_text(piece.path, piece.begin, piece.end)
@@ -148,7 +141,7 @@ def find_cut(path: Path, length: int, tail: int) -> int:
 
 def read_text(path: Path, begin: int = 0, end: int | None = None) -> Iterator[str]:
     """Yield the bytes ``begin`` to ``end`` of a text in chunks of a million characters or more. A chunk begins with a line without
-    leading space, so that no word of a tokenizer is split. Raises NotTextError, with the line, if the text is not UTF-8."""
+    leading space, so that no word of a tokenizer is split. Raises UnusableError, with the line, if the text is not UTF-8."""
     buffered, length = list[str](), 0
     for at, line in read_lines(path, begin, inside=True):
         if end is not None and at >= end:
@@ -160,7 +153,7 @@ def read_text(path: Path, begin: int = 0, end: int | None = None) -> Iterator[st
             reason = f"byte 0x{line[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8), or leave it out"
         if reason:
             number = sum(first + len(other) <= at for first, other in read_lines(path)) + 1
-            raise NotTextError(f"{path}: line {number}: {reason}")
+            raise UnusableError(f"{path}: line {number}: {reason}")
         if length >= TEXT_CHUNK and not text[:1].isspace():
             yield "".join(buffered)
             buffered, length = [], 0
@@ -192,16 +185,16 @@ def read_lines(path: Path, begin: int = 0, inside: bool = False) -> Iterator[tup
         yield offset, b"".join(buffered)
 
 
-def _parse_object(line: bytes) -> Mapping[str, Any] | Unusable:
+def _parse_object(line: bytes) -> Mapping[str, Any] | UnusableError:
     try:
         return parse_object(line.decode("utf-8-sig"), "the line", "an object in one line, as {'text': '.'}", DataError)
     except UnicodeDecodeError as problem:
-        return Unusable(f"byte 0x{line[problem.start]:02x} is not UTF-8")
+        return UnusableError(f"byte 0x{line[problem.start]:02x} is not UTF-8")
     except DataError as problem:
-        return Unusable(str(problem).removeprefix("the line: "))
+        return UnusableError(str(problem).removeprefix("the line: "))
 
 
-def _read_array(path: Path) -> Iterator[Mapping[str, Any] | Unusable]:
+def _read_array(path: Path) -> Iterator[Mapping[str, Any] | UnusableError]:
     """Yield the objects of a JSON array. Raises DataError if it is not complete."""
     blocks, decoder, scan = read_blocks(path), codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
     number = 0
@@ -224,12 +217,12 @@ def _read_array(path: Path) -> Iterator[Mapping[str, Any] | Unusable]:
                     raise
                 continue
             number += 1
-            yield value if isinstance(value, dict) else Unusable(f"a JSON {type(value).__name__}, expected an object")
+            yield value if isinstance(value, dict) else UnusableError(f"a JSON {type(value).__name__}, expected an object")
     except (ValueError, RecursionError) as problem:
         raise DataError(f"{path}: document {number + 1}: not JSON ({problem}), expected an array of objects; {REMEDY}") from None
 
 
-def _read_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | Unusable]]:
+def _read_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | UnusableError]]:
     """Yield the rows of a table, whose first line names the columns, each after the number of its last line."""
     csv.field_size_limit(MAX_LINE)
     lines = (line.decode("utf-8-sig" if at == 0 else "utf-8") for at, line in read_lines(path))
@@ -238,7 +231,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | Unusable]]:
     try:
         for row in rows:
             usable = None not in row and None not in row.values()
-            yield rows.line_num, row if usable else Unusable(f"another number of values than the columns {rows.fieldnames}")
+            yield rows.line_num, row if usable else UnusableError(f"another number of values than the columns {rows.fieldnames}")
     except (csv.Error, UnicodeDecodeError) as problem:
         raise DataError(f"{path}: after line {rows.line_num}: not a table of text ({problem}); {REMEDY}") from None
 
@@ -263,7 +256,7 @@ def _read_rows(piece: Piece, columns: Sequence[str]) -> Iterator[Mapping[str, An
 # ---- sequences
 
 
-def _read_sequences(piece: Piece, aligned: bool) -> Iterator[tuple[int, str | Unusable]]:
+def _read_sequences(piece: Piece, aligned: bool) -> Iterator[tuple[int, str | UnusableError]]:
     parts: list[bytes] | None = None
     begin = 0
     for number, (at, line) in enumerate(read_lines(piece.path, piece.begin), 1):
@@ -277,7 +270,7 @@ def _read_sequences(piece: Piece, aligned: bool) -> Iterator[tuple[int, str | Un
         elif text and parts is not None:
             parts.append(text)
         elif text and not piece.begin and not text.startswith((b"#", b";")):
-            yield number, Unusable(f"{text[:40].decode('utf-8', 'replace')!r} before any line with '>', expected sequences")
+            yield number, UnusableError(f"{text[:40].decode('utf-8', 'replace')!r} before any line with '>', expected sequences")
     if parts is not None:
         yield begin, _clean_sequence(b"".join(parts), aligned)
 
@@ -285,11 +278,11 @@ def _read_sequences(piece: Piece, aligned: bool) -> Iterator[tuple[int, str | Un
 _LOWER_CASE = string.ascii_lowercase.encode()
 
 
-def _clean_sequence(row: bytes, aligned: bool) -> str | Unusable:
+def _clean_sequence(row: bytes, aligned: bool) -> str | UnusableError:
     letters = row.translate(None, b"-. \t" + (_LOWER_CASE if aligned else b"")).upper().removesuffix(b"*")
     if not letters.isalpha():
         odd = letters.translate(None, _LOWER_CASE.upper())
-        return Unusable(f"{chr(odd[0])!r} in a sequence, expected letters" if odd else "no letters")
+        return UnusableError(f"{chr(odd[0])!r} in a sequence, expected letters" if odd else "no letters")
     return letters.decode("ascii")
 
 

@@ -31,7 +31,7 @@ FIELDS = {
 
 def import_ase() -> Any:
     """Return the package, with the submodules that this module and the readers use."""
-    parts = ("build", "calculators.emt", "constraints", "data", "io", "optimize", "units")
+    parts = ("build", "calculators.emt", "constraints", "data", "db.row", "io", "optimize", "units")
     for part in parts:
         import_optional(f"ase.{part}", "reading and making of structures needs", "opencatalyst")
     return import_optional("ase", "reading and making of structures needs", "opencatalyst")

@@ -11,9 +11,6 @@
 Boxes are those of kidney and of tumour: for each, the two connected components (6 neighbours) with the largest boxes, the larger
 first, as start and stop along D, H, W; zeros if there are fewer. Every case has its own shape, which the index states.
 
-A simulated case is a pure function of (seed, index), spacing, least shape and extent: ranks, cores, interruptions and a later
-extension of the set change nothing in it.
-
 D along the body   H front to back   W from side to side"""
 
 import argparse
@@ -101,15 +98,9 @@ def _write_case(
         file["image"][0], file["label"][0], file["boxes"][0] = normalized, classes, bounding_boxes(classes)
 
 
-def _grid_mistakes(spacing: Sequence[float], least: Sequence[int]) -> Iterator[str]:
-    if not all(np.isfinite(mm) and 0.3 <= mm <= 20 for mm in spacing):
-        yield f"--spacing {' '.join(f'{mm:g}' for mm in spacing)}: expected 0.3 to 20 mm along D, H, W"
-    if max(least) > 1024:
-        yield f"--least {' '.join(map(str, least))}: expected at most 1024 voxels along D, H, W"
-
-
-SPACING_OPTION: dict[str, Any] = {"text": "mm between voxels", "metavar": ("D", "H", "W"), "nargs": 3, "type": float}
-LEAST_OPTION: dict[str, Any] = {"text": "pad smaller volumes", "metavar": ("D", "H", "W"), "nargs": 3, "type": command.positive}
+TRIPLE: dict[str, Any] = {"metavar": ("D", "H", "W"), "nargs": 3}
+SPACING_OPTION: dict[str, Any] = {"text": "mm between voxels", "type": command.within(0.3, 20), **TRIPLE}
+LEAST_OPTION: dict[str, Any] = {"text": "pad smaller volumes", "type": command.within(1, 1024, int), **TRIPLE}
 
 
 # ---- simulate
@@ -122,14 +113,10 @@ class Recipe(command.Recipe):
     seed: int = command.seed()
     spacing: tuple[float, float, float] = option((4.8, 3.6, 3.6), **SPACING_OPTION)
     least: tuple[int, int, int] = option((32, 64, 64), **LEAST_OPTION)
-    extent: float | None = option(None, "length of the body in the scan: 220 to 320 at random", metavar="MM", type=float)
+    extent: float | None = option(
+        None, "length of the body in the scan: 220 to 320 at random", metavar="MM", type=command.within(40, 600))  # fmt: skip
     validation: float = command.fraction(0.2, "the cases")
     test: float = command.fraction(0.0, "the cases")
-
-    def mistakes(self) -> Iterator[str]:
-        yield from _grid_mistakes(self.spacing, self.least)
-        if self.extent is not None and not 40 <= self.extent <= 600:
-            yield f"--extent is {self.extent:g} mm, expected 40 to 600"
 
     def scan(self, index: int) -> phantom.Scan:
         return phantom.simulate_scan(self.generator(1, index), self.spacing, self.extent)
@@ -179,9 +166,6 @@ class Source(command.Settings):
     validation_cases: tuple[int, ...] | None = option(
         None, "numbers of the cases held out; by default those of the MLPerf reference", metavar="N,N", type=int_list)  # fmt: skip
     skip_bad: bool = command.skip_bad()
-
-    def mistakes(self) -> Iterator[str]:
-        yield from _grid_mistakes(self.spacing, self.least)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:

@@ -12,10 +12,7 @@
         "tags" uint8 [A], 0 below the surface, 1 surface, 2 adsorbate    "fixed" uint8 [A], 1 for fixed atoms
 
 Datasets of shape [A] hold the frames concatenated; "atoms" is the length of each. Splits are by composition in simulate and by
-system in convert, so that no frame of validation shares its system with training.
-
-A simulated system is a pure function of (seed, number) and the recipe (size, steps, systems of a file, fractions held out). Ranks,
-cores, interruptions and a later extension of the set change nothing in it."""
+system in convert, so that no frame of validation shares its system with training."""
 
 import argparse
 import json
@@ -36,15 +33,10 @@ from data_prep.frames import CONTENTS, Frame, import_ase
 from hpcai.errors import ConfigError, DataError
 
 ENERGY_TOLERANCE, FORCE_TOLERANCE = 5e-5, 2e-4      # eV, eV/angstrom: of labels recomputed from positions in float32
-CUTOFF_OPTION: dict[str, Any] = {"text": "angstrom, for the counts of edges and triplets", "metavar": "A", "type": float}
-MOST_OPTION: dict[str, Any] = {"text": "neighbours of an atom, the nearest", "type": command.positive}
-
-
-def _graph_mistakes(cutoff: float, most: int) -> Iterator[str]:
-    if not 1 <= cutoff <= 50:
-        yield f"--cutoff {cutoff:g}: expected 1 to 50 angstrom"
-    if most > 10000:
-        yield f"--most {most}: expected at most 10000 neighbours"
+CUTOFF_OPTION: dict[str, Any] = {
+    "text": "angstrom, for the counts of edges and triplets", "metavar": "A", "type": command.within(1, 50),
+}  # fmt: skip
+MOST_OPTION: dict[str, Any] = {"text": "neighbours of an atom, the nearest", "type": command.within(1, 10_000, int)}
 
 
 # ---- simulate
@@ -65,7 +57,6 @@ class Recipe(command.Recipe):
     most: int = option(50, **MOST_OPTION)
 
     def mistakes(self) -> Iterator[str]:
-        yield from _graph_mistakes(self.cutoff, self.most)
         across, along, layers = self.size
         if not (min(across, along) >= 2 and max(across, along) <= 12 and slabs.FIXED_LAYERS < layers <= 12):
             yield f"--size {across} {along} {layers}: expected 2 to 12 atoms along and {slabs.FIXED_LAYERS + 1} to 12 layers"
@@ -121,7 +112,7 @@ class Source(command.Settings):
     skip_bad: bool = option(False, "leave out and list frames and files that cannot be used", action="store_true")
 
     def mistakes(self) -> Iterator[str]:
-        yield from (*command.check_fractions(self.validation, self.test), *_graph_mistakes(self.cutoff, self.most))
+        yield from command.check_fractions(self.validation, self.test)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:

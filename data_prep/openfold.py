@@ -31,10 +31,7 @@ takes 2 bytes on disk and a residue 482; --most bounds the number of letters.
 Templates are the hits of .hhr files: of the hhr folder of OpenProteinSet, or beside the .a3m files. Any chain of --structures can
 be a template, also one that the filters exclude as a sample. hpcai.models.openfold.templates defines which hits count: none of the
 chain's own entry, no duplicate of it, and only structures released 60 days before it (a chain without a date takes all). Hits that
-are unreadable or have another sequence only cost the chain its templates, and are listed.
-
-A simulated chain is a pure function of (seed, family, member) and the recipe; a converted one of its files and the options. Ranks,
-processes and interruptions change neither."""
+are unreadable or have another sequence only cost the chain its templates, and are listed."""
 
 import argparse
 import re
@@ -85,7 +82,7 @@ class Recipe(command.Recipe):
         least, most = self.length
         if not proteins.MIN_LENGTH <= least <= most:
             yield f"--length {least} {most}: expected the least and the most, {proteins.MIN_LENGTH} at least"
-        if self.templates >= max(self.members, 1):
+        if self.templates >= self.members:
             yield f"--templates {self.templates}: a family has {self.members} members, expected fewer than that"
 
     def make_family(self, number: int) -> list[dict[str, Any]]:
@@ -167,7 +164,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ScannedChain:
-    """A chain of a structure."""
+    """A chain of a structure, and where it is assigned to."""
 
     source: Path
     name: str
@@ -179,6 +176,9 @@ class ScannedChain:
     usable: bool                                # as a template
     atoms: bytes                                # number of atoms of each residue
     resolved: int                               # residues with a CA
+    cluster: int = -1
+    cluster_size: int = 1                       # chains of the cluster in the split
+    folder: Path | None = None                  # of its alignments
 
 
 def chain_key(name: str) -> str:
@@ -240,17 +240,6 @@ def _structure_paths(folder: Path) -> list[Path]:
 # ---- convert: templates
 
 
-@dataclass(frozen=True)
-class SelectedChain:
-    """A chain that is written to a file."""
-
-    source: Path
-    name: str
-    folder: Path | None                         # of its alignments
-    cluster: int
-    cluster_size: int
-
-
 @lru_cache(1)
 def _scanned_chains(work: Path) -> dict[str, ScannedChain]:
     """Return all chains of the scan by key, cached in a process."""
@@ -258,7 +247,7 @@ def _scanned_chains(work: Path) -> dict[str, ScannedChain]:
     return {chain.key: chain for chain in map(_scanned_chain, entries)}
 
 
-def search_templates(work: Path, selected: Sequence[SelectedChain], most: int) -> dict[str, Any]:
+def search_templates(work: Path, selected: Sequence[ScannedChain], most: int) -> dict[str, Any]:
     """Read the hits of some chains and match them with the structures scanned in the folder ``work``. Returns hits and refused
     items."""
     scanned, refused = _scanned_chains(work), list[tuple[str, str]]()
@@ -271,15 +260,14 @@ def search_templates(work: Path, selected: Sequence[SelectedChain], most: int) -
 
     all_hits: list[list[Any]] = []
     for chain in selected:
-        query, entry, matches = scanned[chain_key(chain.name)], chain_key(chain.name).rpartition("_")[0], list[Match]()
-        limits: dict[str, Any] = {"entry": entry, "before": query.release, "most": most, "reject": reject}
-        folder, paths = chain.folder, list[Path]()
+        matches, folder, paths = list[Match](), chain.folder, list[Path]()
+        limits: dict[str, Any] = {"entry": chain.key.rpartition("_")[0], "before": chain.release, "most": most, "reject": reject}
         if folder is not None:                  # first the hit files in its hhr folder, then those beside its alignments
             root = folder.parent if folder.name == "a3m" else folder
             paths = [path for parent in dict.fromkeys((root / "hhr", root, folder)) for path in sorted(parent.glob("*.hhr*"))]
         for file in (path for path in paths if re.fullmatch(r"[^.].*\.hhr(\.gz)?", path.name)):
             try:
-                matches += select_hits(read_hhr(file), query.sequence, chain_info, **limits)[0]
+                matches += select_hits(read_hhr(file), chain.sequence, chain_info, **limits)[0]
             except DataError as problem:
                 refused.append((str(file), str(problem)))
         best = sorted(matches, key=lambda match: -match.sum_probs)[:most]
@@ -296,7 +284,7 @@ class OutputFile:
 
     split: str
     name: str
-    chains: tuple[SelectedChain, ...]
+    chains: tuple[ScannedChain, ...]
     most: int | None
     hits: Path | None = None                    # result of the search for these chains
     hit_rows: tuple[int, ...] = ()              # templates of all chains, concatenated
@@ -422,26 +410,23 @@ def _read_lines(path: Path | None) -> list[list[str]]:
     return lines
 
 
-SplitChains = dict[str, list[tuple[ScannedChain, int, int]]]  # each with its cluster and the size of the cluster
-
-
 def _assign_splits(
     options: argparse.Namespace, scanned: Sequence[ScannedChain], clusters: Mapping[str, int], validation: Sequence[str],
-) -> tuple[SplitChains, dict[str, str]]:  # fmt: skip
+) -> tuple[dict[str, list[ScannedChain]], dict[str, str]]:  # fmt: skip
     """Return the chains of each split, and the reason against each of the others."""
     validation_keys, sequences = set(validation), dict[str, int]()
     filtered: dict[str, str] = {}
-    parts: dict[str, list[tuple[ScannedChain, int]]] = {"train": [], "validation": []}
+    parts: dict[str, list[ScannedChain]] = {"train": [], "validation": []}
     for chain in scanned:
         cluster = (clusters.get(chain.key, clusters.get(chain.entity, -1)) if clusters
                    else sequences.setdefault(chain.sequence, len(sequences)))  # fmt: skip
         split = _split_or_reason(chain, cluster, options, validation_keys)
         if split in parts:
-            parts[split].append((chain, cluster))
+            parts[split].append(replace(chain, cluster=cluster))
         else:
             filtered[chain.name] = split
-    validation_clusters = {cluster for _, cluster in parts["validation"]} - {-1}
-    related = [chain for chain, cluster in parts["train"] if cluster in validation_clusters]
+    validation_clusters = {chain.cluster for chain in parts["validation"]} - {-1}
+    related = [chain for chain in parts["train"] if chain.cluster in validation_clusters]
     if related:
         command.print_rank_0(f"{len(related)} chains of training, such as {related[0].name}, share a cluster with validation")
     for split, members in parts.items():
@@ -449,13 +434,13 @@ def _assign_splits(
             example = next(iter(filtered.items()), ("", ""))
             advice = "change the filters" if split == "train" else "name some in a file: --validation FILE"
             raise ConfigError(f"none of {len(scanned)} chains is left for {split}, {example[0]} because: {example[1]}; {advice}")
-    undated = sum(chain.release is None for chain, _ in parts["train"])
+    undated = sum(chain.release is None for chain in parts["train"])
     if undated:
         command.print_rank_0(f"{undated} chains without a release date are taken for training")
     plan = {}
     for split, members in parts.items():
-        sizes = Counter(cluster for _, cluster in members)
-        plan[split] = [(chain, cluster, sizes[cluster] if cluster >= 0 else 1) for chain, cluster in members]
+        sizes = Counter(chain.cluster for chain in members)
+        plan[split] = [replace(chain, cluster_size=sizes[chain.cluster] if chain.cluster >= 0 else 1) for chain in members]
     return plan, filtered
 
 
@@ -479,7 +464,8 @@ def _split_or_reason(chain: ScannedChain, cluster: int, options: argparse.Namesp
 
 
 def _plan_files(
-    options: argparse.Namespace, plan: SplitChains, folders: Mapping[str, Path], duplicates: Sequence[Sequence[str]],
+    options: argparse.Namespace, plan: Mapping[str, Sequence[ScannedChain]], folders: Mapping[str, Path],
+    duplicates: Sequence[Sequence[str]],
 ) -> list[OutputFile]:  # fmt: skip
     """Split the chains into files of nearly equal size, so that no file has only one."""
     duplicates_of = {name: line for line in duplicates for name in line}
@@ -487,14 +473,14 @@ def _plan_files(
     origins: Counter[str] = Counter()
     for split, members in plan.items():
         selected = []
-        for chain, cluster, size in members:
+        for chain in members:
             name = next((name for name in (chain.key, *duplicates_of.get(chain.key, ())) if name in folders), None)
             origins["their own" if name == chain.key else "a duplicate's" if name else "none"] += 1
-            selected.append(SelectedChain(chain.source, chain.name, folders[name] if name else None, cluster, size))
+            selected.append(replace(chain, folder=folders[name] if name else None))
         for number, (begin, end) in enumerate(_balanced_ranges(len(selected), options.each)):
             files.append(OutputFile(split, f"chains_{number:06d}", tuple(selected[begin:end]), options.most))
     if origins["none"] == origins.total():
-        example = plan["train"][0][0].name
+        example = plan["train"][0].name
         raise ConfigError(f"--alignments {options.alignments}: has a folder for none of {origins.total()} chains, such as {example}"
                           "; name the folder that contains them, in OpenProteinSet pdb")  # fmt: skip
     command.print_rank_0("alignments: " + ", ".join(f"{number} chains have {kind}" for kind, number in origins.items()))

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcai.errors import DataError
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.alignments import Alignment
 from hpcai.models.openfold.residues import GAP, RESTYPES
@@ -452,10 +451,7 @@ def _evolve_alignment(model: _PottsModel, query: Array, kind: Array, rows: int, 
 
 def make_family(seed: int, members: int, length: int, rows: int) -> list[tuple[Chain, Alignment]]:
     """Return relatives with one fold; none depends on their number. The others than the first are slightly deformed
-    and have drifted from its sequence. An alignment begins with its chain. Raises DataError for values below the minimum."""
-    for name, value, least in (("length", length, MIN_LENGTH), ("rows", rows, 1), ("members", members, 1), ("seed", seed, 0)):
-        if value < least:
-            raise DataError(f"proteins: {name} {value}, expected {least} at least")
+    and have drifted from its sequence. An alignment begins with its chain."""
     rng = np.random.default_rng([seed, 0])
     plans, steps = (_draw_plan(rng, length) for _ in range(ATTEMPTS)), STEPS * max(80, length) // 80
     plan, angle = _best_fold((plan, _fold(plan, rng, plan.angle, steps, 1.0)) for plan in plans)

@@ -45,7 +45,7 @@ import numpy as np
 import hpcai
 from data_prep import command, documents, packing, store
 from data_prep.command import option
-from data_prep.documents import NotTextError, Piece, Unusable
+from data_prep.documents import Piece, UnusableError
 from data_prep.packing import Array, FilePlan, load_tokenizer, make_fields, measure, merge, pack, shard_path, to_spans, token_dtype
 from hpcai.durable import commit_file, write_json
 from hpcai.errors import ConfigError, DataError
@@ -69,7 +69,6 @@ EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "enc
 # ---- options
 
 
-fraction = command.option_type("fraction of 0 to 1", float, lambda value: 0 <= value <= 1)
 sequence_length = command.option_type("whole number from 2 to 2^30", int, lambda value: 2 <= value <= 1 << 30)
 @dataclass(frozen=True)
 class LibrarySettings(command.Settings):
@@ -104,24 +103,20 @@ class TextSettings(LibrarySettings):
         named = [self.prompt, self.answer] if self.prompt else [self.field]
         return [name for name in dict.fromkeys([*named, self.group]) if name]
 
-    def values(self, record: Mapping[str, Any]) -> list[Any] | Unusable:
-        """Return the texts of a line or row, and last the name of its group."""
+    def values(self, record: Mapping[str, Any]) -> list[Any]:
+        """Return the texts of a line or row, and last the name of its group. Raises UnusableError."""
         missing = [name for name in self.columns if name not in record]
         if missing:
             has = ", ".join(map(str, [*record][:12])) or "none"
             option = next(key for key, value in asdict(self).items() if value == missing[0])
-            return Unusable(f"no field '{missing[0]}'; it has {has}: name one with --{option}")
+            raise UnusableError(f"no field '{missing[0]}'; it has {has}: name one with --{option}")
         values = [record[name] for name in self.columns]
         texts = values if self.group is None else values[:-1]
         texts = [] if self.chat else ["" if text is None else text for text in texts]
         if odd := [text for text in texts if not isinstance(text, str)]:
-            return Unusable(f"a {type(odd[0]).__name__} in {', '.join(self.columns)}, expected text")
+            raise UnusableError(f"a {type(odd[0]).__name__} in {', '.join(self.columns)}, expected text")
         group = json.dumps(values if self.group is None else record[self.group], sort_keys=True, default=str)
         return [*(texts or values[:1]), group]
-
-    def group_of_file(self, piece: Piece) -> str:
-        """Return the group of a document that is no line or row: its file, or the folder of the file."""
-        return piece.name.rpartition("/")[0] or piece.name if self.group == FOLDER else piece.name
 
     def draw(self, group: str, piece: Piece) -> float:
         """Return a number of a group, which is held out if it is below ``held_out``; -1 or 2 if the split is given."""
@@ -134,7 +129,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="files, and folders of any depth")
     parser.add_argument("--only", metavar="GLOB", action="append", default=[], help="files of folders, as '*.md'; more than once")
     parser.add_argument("--validation", metavar="PATH", type=Path, action="append", default=[], help="held out, instead of by hash")
-    parser.add_argument("--bad", metavar="F", type=fraction, default=0.01, help="fraction of documents that may be unusable")
+    share = command.within(0, 1)
+    parser.add_argument("--bad", metavar="F", type=share, default=0.01, help="fraction of documents that may be unusable")
 
 
 # ---- sources
@@ -235,24 +231,22 @@ def make_shards(sources: Sequence[Piece], units: Sequence[int], weights: Sequenc
 Chunks = Iterator[tuple[list[int], list[int] | None]]       # token ids, and the mask of answers
 
 
-def read_texts(document: Any, piece: Piece, settings: TextSettings) -> tuple[float, list[Any]] | Unusable:
-    """Return the number drawn for a document, and its texts, which may be chunks, or the reason why it is unusable."""
-    if isinstance(document, Unusable):
-        return document
+def read_texts(document: Any, piece: Piece, settings: TextSettings) -> tuple[float, list[Any]]:
+    """Return the number drawn for a document, and its texts, which may be chunks. Raises UnusableError."""
+    if isinstance(document, UnusableError):
+        raise document
     if isinstance(document, Mapping):
-        values = settings.values(document)
-        return values if isinstance(values, Unusable) else (settings.draw(values[-1], piece), values[:-1])
+        *texts, group = settings.values(document)
+        return settings.draw(group, piece), texts
     if settings.has_answers:
-        return Unusable("has no fields, expected .jsonl, .json, .csv or .parquet with --chat, --prompt and --answer")
-    return settings.draw(settings.group_of_file(piece), piece), [iter([document]) if isinstance(document, str) else document]
+        raise UnusableError("has no fields, expected .jsonl, .json, .csv or .parquet with --chat, --prompt and --answer")
+    folder = piece.name.rpartition("/")[0] if settings.group == FOLDER else ""
+    return settings.draw(folder or piece.name, piece), [iter([document]) if isinstance(document, str) else document]
 
 
-def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer) -> tuple[float, Chunks] | Unusable | None:
-    """Return the number drawn for a document, and its tokens, the reason why it is unusable, or None if it is empty."""
-    result = read_texts(document, piece, settings)
-    if isinstance(result, Unusable):
-        return result
-    drawn, texts = result
+def tokenize(document: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer) -> tuple[float, Chunks] | None:
+    """Return the number drawn for a document, and its tokens, or None if it is empty. Raises UnusableError."""
+    drawn, texts = read_texts(document, piece, settings)
     if settings.chat:
         ids, mask = tokenizer.chat(texts[0])
         end = [] if ids[-len(tokenizer.end_tokens) :] == tokenizer.end_tokens else tokenizer.end_tokens
@@ -289,7 +283,7 @@ def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, 
                 if record and len(bad) < MAX_LISTED:
                     unit = {"text": None, "table": "row", "array": "document"}.get(documents.file_kind(piece.path), "line")
                     where = f"{piece.path}: {unit} {documents.count_before(piece) + line}" if unit else str(piece.path)
-                    bad.append((where, record.reason))
+                    bad.append((where, record))
     commit_file(partial, path)
     columns = {name: [record[name] for record in records] for name in ("tokens", "drawn", "answers")}
     return {**columns, "spans": [span for record in records for span in record["spans"]], "bad": bad, "counts": counts}
@@ -297,27 +291,27 @@ def encode_shard(shard: Shard, settings: TextSettings, path: Path) -> dict[str, 
 
 def _write_document(
     item: Any, piece: Piece, settings: TextSettings, tokenizer: Tokenizer, file: IO[bytes]
-) -> dict[str, Any] | Unusable | None:
+) -> dict[str, Any] | str | None:
     """Write the tokens of a document. Return its record, the reason why it is unusable (perhaps after some tokens), or None."""
     dtype, tokens, masks = np.dtype(token_dtype(tokenizer)).newbyteorder("<"), 0, list[int]()
     try:
         result = tokenize(item, piece, settings, tokenizer)
-        if not isinstance(result, tuple):
-            return result
+        if result is None:
+            return None
         drawn, parts = result
         for ids, mask in parts:
             file.write(np.array(ids, dtype).tobytes())
             tokens += len(ids)
             masks += mask or ()
-    except NotTextError as problem:
-        return Unusable(str(problem).removeprefix(f"{piece.path}: "))
+    except UnusableError as problem:
+        return str(problem).removeprefix(f"{piece.path}: ")
     except DataError as problem:
         if not isinstance(item, Mapping | str):
             raise
-        return Unusable(str(problem))
+        return str(problem)
     spans = to_spans(np.array(masks, bool))
     if settings.has_answers and not len(spans):
-        return Unusable("nothing that is an answer")
+        return "nothing that is an answer"
     return {"tokens": tokens, "drawn": drawn, "answers": len(spans), "spans": spans.tolist()}
 
 
@@ -353,11 +347,11 @@ def _training_texts(shards: Sequence[Shard], fraction: float, settings: TextSett
 
 def _document_texts(item: Any, piece: Piece, settings: TextSettings) -> Iterator[str]:
     """Yield the texts of a document for training; none if it is unusable or held out."""
-    result = read_texts(item, piece, settings)
-    if isinstance(result, Unusable) or result[0] < settings.held_out:
-        return
-    parts: Iterator[Any] = chain.from_iterable([text] if isinstance(text, str) else text for text in result[1])
     try:
+        drawn, texts = read_texts(item, piece, settings)
+        if drawn < settings.held_out:
+            return
+        parts: Iterator[Any] = chain.from_iterable([text] if isinstance(text, str) else text for text in texts)
         parts = (chats.to_text(message)["content"] for message in parts) if settings.chat else parts
         yield from (part for part in parts if part.isascii() or part == part.encode("utf-8", "replace").decode())
     except (DataError, TypeError):

@@ -171,32 +171,10 @@ def _traj(path: Path, name: str, keys: Keys) -> Iterator[FrameReader]:
 
 def _from_atoms(atoms: Any, name: str, keys: Keys, index: int, about: dict[str, Any], reference: float = 0.0) -> Frame:
     """Return a frame from ASE's Atoms and additional metadata."""
-    results, about = (atoms.calc.results if atoms.calc else {}), {**atoms.info, **about}
-    calculator = about.get("calculator") or (getattr(atoms.calc, "name", None) if atoms.calc else None)
-    return _make_frame(
-        name, keys, index, about, {**about, "tags": None, **atoms.arrays, **results}, atoms.cell.array, atoms.pbc,
-        atoms.arrays.get("fixed", _fixed_atoms(len(atoms), [each.todict() for each in atoms.constraints])), reference, calculator,
-    )  # fmt: skip
-
-
-def _fixed_atoms(atoms: int, constraints: list[dict[str, Any]]) -> Array:
-    """Return 1 for each atom that cannot move along any direction."""
-    fixed = np.zeros(atoms, np.uint8)
-    for each in constraints:
-        arguments = each.get("kwargs", {})
-        if each.get("name") == "FixAtoms":
-            fixed[np.asarray(arguments["indices"], int)] = 1
-        elif each.get("name") == "FixCartesian" and np.all(arguments.get("mask", True)):
-            fixed[np.asarray(arguments["a"], int)] = 1
-    return fixed
-
-
-def _make_frame(
-    name: str, keys: Keys, index: int, about: dict[str, Any], values: dict[str, Any], cell: Any, pbc: Any, fixed: Any,
-    reference: float, labels: str | None,
-) -> Frame:  # fmt: skip
-    """Return a frame. ``values`` has numbers, positions, tags and labels, by the names of the file."""
-    z, positions = np.asarray(values["numbers"]), np.asarray(values["positions"], np.float64)
+    z, positions, about = atoms.numbers, atoms.positions, {**atoms.info, **about}
+    results = atoms.calc.results if atoms.calc else {}
+    values = {**about, "tags": None, **atoms.arrays, **results}     # numbers, positions, tags and labels, by the names of the file
+    labels = about.get("calculator") or (getattr(atoms.calc, "name", None) if atoms.calc else None)
     pairs = [(keys[0] or energy, keys[1] or forces) for energy, forces in LABEL_KEYS]
     pair = next((pair for pair in pairs if all(values.get(key) is not None for key in pair)), pairs[0])
     energy, forces = map(values.get, pair)
@@ -209,13 +187,27 @@ def _make_frame(
     # Without an id, structures of the same atoms in one file are one system.
     system = _system_id(f"{name} {z.astype(int).tolist()}" if sid is None else sid)
     frame = None if fid is None else _id_number(fid)
+    fixed = atoms.arrays.get("fixed", _fixed_atoms(atoms))
     method = None if str(labels) in UNKNOWN_METHODS else METHODS.get(str(labels), str(labels))
     return Frame(
-        z, positions, np.asarray(cell, np.float64).reshape(3, 3), np.asarray(pbc, np.uint8),
+        z, positions, atoms.cell.array, np.asarray(atoms.pbc, np.uint8),
         None if energy is None else float(energy) - reference, None if forces is None else np.asarray(forces, np.float64),
         tags, np.asarray(fixed, np.uint8), system, index if frame is None or frame >= 1 << 31 else frame, labels=method,
         candidates=candidates, notes=notes,
     )  # fmt: skip
+
+
+def _fixed_atoms(atoms: Any) -> Array:
+    """Return 1 for each atom that cannot move along any direction."""
+    fixed = np.zeros(len(atoms), np.uint8)
+    for each in atoms.constraints:
+        constraint = each.todict()
+        arguments = constraint["kwargs"]
+        if constraint["name"] == "FixAtoms":
+            fixed[np.asarray(arguments["indices"], int)] = 1
+        elif constraint["name"] == "FixCartesian" and np.all(arguments.get("mask", True)):
+            fixed[np.asarray(arguments["a"], int)] = 1
+    return fixed
 
 
 def _oc20_tags(tags: Any, positions: Array) -> tuple[Array, str]:
@@ -286,11 +278,8 @@ def _aselmdb(path: Path, name: str, keys: Keys) -> Iterator[FrameReader]:
 
 
 def _parse_row(value: bytes, name: str, keys: Keys, index: int) -> Frame:
-    row = json.loads(zlib.decompressobj().decompress(value, MAX_BYTES), object_hook=_decode_array)
-    about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
-    fixed = _fixed_atoms(len(row["numbers"]), row.get("constraints", []))
-    return _make_frame(name, keys, index, about, {**about, "tags": None, **row}, row["cell"], row["pbc"], fixed, 0.0,
-                       row.get("calculator"))  # fmt: skip
+    row = import_ase().db.row.AtomsRow(json.loads(zlib.decompressobj().decompress(value, MAX_BYTES), object_hook=_decode_array))
+    return _from_atoms(row.toatoms(), name, keys, index, {"calculator": row.get("calculator"), **row.key_value_pairs, **row.data})
 
 
 def _decode_array(value: dict[str, Any]) -> Any:

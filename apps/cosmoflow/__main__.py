@@ -1,7 +1,4 @@
-"""Train CosmoFlow:  python -m apps.cosmoflow apps/cosmoflow/configs/small.yaml [step.lr=2e-3 ...]
-
-The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
-"""
+"""Train CosmoFlow:  python -m apps.cosmoflow apps/cosmoflow/configs/small.yaml [step.lr=2e-3 ...]"""
 
 from apps.cosmoflow.mlperf import BENCHMARK
 from apps.cosmoflow.settings import Config

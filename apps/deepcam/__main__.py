@@ -1,7 +1,4 @@
-"""Train DeepCAM:  python -m apps.deepcam apps/deepcam/configs/small.yaml [step.lr=2e-3 ...]
-
-The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
-"""
+"""Train DeepCAM:  python -m apps.deepcam apps/deepcam/configs/small.yaml [step.lr=2e-3 ...]"""
 
 from apps.deepcam.mlperf import BENCHMARK
 from apps.deepcam.settings import Config

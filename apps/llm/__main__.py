@@ -3,8 +3,6 @@ Generate texts:         python -m apps.llm generate weights=FOLDER prompt="..." 
 Chat at a terminal:     python -m apps.llm chat weights=FOLDER [system="..." temperature=0.7 ...]
 Evaluate a model:       python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl
 Run its benchmarks:     python -m apps.llm evaluate weights=FOLDER tasks=arc_easy,hellaswag
-
-The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from functools import partial

@@ -43,11 +43,7 @@ def read(path: Path) -> Texts:
     if not content["counts"].sum() > 0 or not np.isfinite(content["positions"]).all():
         raise DataError("no token counts, or a loss is not finite")
     names, bits, texts = content["names"].astype(str).tolist(), content["bits"].astype(float), content["texts"].astype(str)
-    if bits.shape != (len(names),) or texts.ndim != 2 or texts.shape[1] != 3:
-        raise DataError(f"bits is {bits.shape}, texts {texts.shape}; expected ({len(names)},) and [M, 3]")
-    if (load := content.get("load")) is not None and (load.ndim != 2 or not (load.sum(-1) > 0).all()):
-        raise DataError(f"load is {load.dtype} {load.shape}; expected positive sums of [layers, experts]")
-    return Texts(names, bits, content["positions"].astype(float), content["counts"], texts.tolist(), load)
+    return Texts(names, bits, content["positions"].astype(float), content["counts"], texts.tolist(), content.get("load"))
 
 
 def caption(texts: Texts) -> str:

@@ -1,7 +1,4 @@
-"""Train DimeNet++:  python -m apps.opencatalyst apps/opencatalyst/configs/small.yaml [step.lr=2e-3 ...]
-
-The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
-"""
+"""Train DimeNet++:  python -m apps.opencatalyst apps/opencatalyst/configs/small.yaml [step.lr=2e-3 ...]"""
 
 from functools import partial
 

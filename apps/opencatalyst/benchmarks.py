@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from apps.opencatalyst.data import FIELDS, Frames, SizeBuckets, collate_frames, open_rows, parse_frame
+from apps.opencatalyst.data import FIELDS, Frames, collate_frames, open_rows, parse_frame
 from apps.opencatalyst.settings import Config
 from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
-from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, loss, parallelize, pyg_kwargs, score
+from hpcai.models.dimenet import Batch, DimeNet, Sizes, counted, loss, parallelize, pyg_kwargs, score
 from hpcai.models.dimenet.model import Prediction
 from hpcai.models.dimenet.triplets import TripletDimeNet, build_triplets, predict_by_triplets
 
@@ -48,7 +48,11 @@ class Benchmark(Workload):
         return model
 
     def implementations(self, cfg: SlabConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
-        return {"plain": lambda: _triplet_implementation(self.build(cfg, mesh, frozenset()), cfg, batch)}
+        def plain() -> Implementation:
+            network: Any = self.build(cfg, mesh, frozenset())
+            return Implementation(_TripletModel(network, network, batch), loss)
+
+        return {"plain": plain}
 
     def random_sample(self, cfg: SlabConfig, random: np.random.Generator) -> tuple[Any, ...]:
         atoms = np.stack(np.meshgrid(*map(np.arange, _SLAB), indexing="ij"), -1).reshape(-1, 3)
@@ -64,45 +68,37 @@ class Benchmark(Workload):
 
     def collate(self, cfg: SlabConfig, samples: list[tuple[Any, ...]]) -> Any:
         frames = [parse_frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
-        return collate_frames(frames, cfg.step.accumulate, _size_buckets(cfg, len(frames)) if cfg.padded else None)
+        return collate_frames(frames, cfg.step.accumulate, _size_bucket(cfg, len(frames)) if cfg.padded else None)
 
     def loader(self, cfg: SlabConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        buckets = _size_buckets(cfg, cfg.data.batch // mesh["replicate"].size)
-        source = Frames(open_rows(cfg, split, mesh), cfg.model, cfg.step.accumulate, buckets)
+        bucket = _size_bucket(cfg, cfg.data.batch // mesh["replicate"].size)
+        source = Frames(open_rows(cfg, split, mesh), cfg.model, cfg.step.accumulate, bucket)
         return make_loader(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
-def _size_buckets(cfg: SlabConfig, frames: int) -> SizeBuckets | None:
-    """Return buckets of the maximum number of neighbours, so that all batches of so many frames have one shape."""
+def _size_bucket(cfg: SlabConfig, frames: int) -> Sizes | None:
+    """Return sizes of the maximum number of neighbours, so that all batches of so many frames have one shape."""
     each, most = int(np.prod(_SLAB)) + 1, cfg.model.most
     count = each * frames
-    return SizeBuckets(Sizes(count + 1, count * most + 1, most, 2 * most, each)) if most else None
+    return Sizes(count + 1, count * most + 1, most, 2 * most, each) if most else None
 
 
 class _TripletModel(nn.Module):
-    """A network with triplets; those of one batch are listed once."""
+    """A network with triplets, which are those of one batch, listed once, and the units of a network of ours."""
 
-    def __init__(self, net: Any, cfg: DimeNetConfig, batch: Batch | None) -> None:
+    def __init__(self, net: nn.Module, ours: DimeNet, batch: Batch) -> None:
         super().__init__()
-        self.net, self.detached = net, cfg.angles == "detached"
-        self.edges = None if batch is None else build_triplets(batch.graph)
+        self.net, self.detached, self.edges = net, ours.cfg.angles == "detached", build_triplets(batch.graph)
+        self.scale, self.offset = ours.scale, ours.offset
 
     def forward(self, graph: Any) -> Prediction:
-        assert self.edges is not None
         return predict_by_triplets(self.net, graph, self.edges, self.detached)
-
-
-def _triplet_implementation(net: Any, cfg: SlabConfig, batch: Any, scaled: Any = None) -> Implementation:
-    model: Any = _TripletModel(net, cfg.model, batch)
-    scaled = scaled or net
-    model.scale, model.offset = scaled.scale, scaled.offset
-    return Implementation(model, loss)
 
 
 def _pyg(cfg: SlabConfig, batch: Batch) -> Implementation:
     """Call the modules of PyTorch Geometric: its ``forward`` has no periodic images and needs a compiled extension."""
     network = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_kwargs(cfg.model))
-    return _triplet_implementation(network, cfg, batch, DimeNet(cfg.model).to(batch.forces.device))
+    return Implementation(_TripletModel(network, DimeNet(cfg.model).to(batch.forces.device), batch), loss)
 
 
 Benchmark.peers = {"pyg": Peer("torch_geometric", _pyg)}

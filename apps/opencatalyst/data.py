@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,54 +31,48 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Dime
     replicas, parts = mesh["replicate"].size, cfg.step.accumulate
     if data.balance != "none":  # the settings refuse shards then
         kwargs["sampler"] = Balanced(train.column("triplets"), cfg.train.seed, equal=data.balance == "frames")
-    buckets = SizeBuckets.from_rows(train, data.batch // (replicas * parts), model.most) if data.shapes == "few" else None
+    bucket = smallest_bucket(train, data.batch // (replicas * parts), model.most) if data.shapes == "few" else None
     few, batch = Frames(validation, model, count=data.pictures), data.evaluation_batch
     with open_loaders(
         mesh,
-        lambda: make_loader(Frames(train, model, parts, buckets), data.batch, data, mesh, **kwargs),
+        lambda: make_loader(Frames(train, model, parts, bucket), data.batch, data, mesh, **kwargs),
         lambda: make_loader(Frames(validation, model), batch, data, mesh, name="validation", **HELD_OUT),
         (lambda: make_loader(few, batch, data, mesh, name="pictures", **HELD_OUT)) if len(few) else None,
     ) as (training, held_out, pictures):
         yield training, held_out, pictures, model
 
 
-@dataclass(frozen=True)
-class SizeBuckets:
-    """Geometric size buckets of batches: all sizes grow together by a factor of 1.1, so that there are few shapes."""
+def smallest_bucket(rows: Rows, frames: int, most: int | None) -> Sizes:
+    """Return the mean sizes of a batch of ``frames`` frames, the smallest bucket of sizes."""
+    atoms, edges = rows.column("atoms"), rows.column("edges")
+    wide = most or int((edges / np.maximum(atoms, 1)).max()) + 1
+    mean = [int(column.mean() * frames) + 1 for column in (atoms, edges)]
+    return Sizes(mean[0], mean[1], wide, wide + wide // 2, int(atoms.max()))
 
-    sizes: Sizes
 
-    @classmethod
-    def from_rows(cls, rows: Rows, frames: int, most: int | None) -> "SizeBuckets":
-        """Return buckets that begin at the mean sizes of ``frames`` frames."""
-        atoms, edges = rows.column("atoms"), rows.column("edges")
-        wide = most or int((edges / np.maximum(atoms, 1)).max()) + 1
-        mean = [int(column.mean() * frames) + 1 for column in (atoms, edges)]
-        return cls(Sizes(mean[0], mean[1], wide, wide + wide // 2, int(atoms.max())))
-
-    def smallest_fit(self, structures: Sequence[Structure]) -> Sizes:
-        """Return the smallest bucket that these structures fit."""
-        steps = max(max(np.ceil(np.log(n / size) / np.log(1.1)), 0) for n, size in zip(graph_sizes(structures), self.sizes))
-        return Sizes(*(int(np.ceil(size * 1.1**steps)) for size in self.sizes))
+def fit_bucket(smallest: Sizes, structures: Sequence[Structure]) -> Sizes:
+    """Return the bucket that these structures fit: all sizes of the smallest one, times a power of 1.1."""
+    steps = max(max(np.ceil(np.log(n / size) / np.log(1.1)), 0) for n, size in zip(graph_sizes(structures), smallest))
+    return Sizes(*(int(np.ceil(size * 1.1**steps)) for size in smallest))
 
 
 class Frames(Samples):
     """Frames of one split with the neighbours of their atoms. ``count``: the first frames only. A batch is one graph, or ``parts``
-    micro-batches if a step has several."""
+    micro-batches if a step has several, padded to sizes that are powers of 1.1 times ``bucket``, so that there are few shapes."""
 
     replicated = True
 
     def __init__(
-        self, rows: Rows, model: DimeNetConfig, parts: int = 1, buckets: SizeBuckets | None = None, count: int | None = None,
+        self, rows: Rows, model: DimeNetConfig, parts: int = 1, bucket: Sizes | None = None, count: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(rows, count)
-        self.model, self.parts, self.buckets = model, parts, buckets
+        self.model, self.parts, self.bucket = model, parts, bucket
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Frame:
         return parse_frame(values, self.model, self.rows.describe(index))
 
     def collate(self, samples: list[Frame]) -> Any:
-        return collate_frames(samples, self.parts, self.buckets)
+        return collate_frames(samples, self.parts, self.bucket)
 
 
 def parse_frame(values: dict[str, Any], model: DimeNetConfig, location: str) -> Frame:
@@ -88,12 +81,12 @@ def parse_frame(values: dict[str, Any], model: DimeNetConfig, location: str) -> 
     return Frame(structure, float(values["energy"]), values["forces"], 1 - values["fixed"])
 
 
-def collate_frames(frames: list[Frame], parts: int = 1, buckets: SizeBuckets | None = None) -> Any:
+def collate_frames(frames: list[Frame], parts: int = 1, bucket: Sizes | None = None) -> Any:
     """Return one batch, or ``parts`` micro-batches."""
     each = len(frames) // parts
 
     def batch(some: list[Frame]) -> Batch:
-        return make_batch(some, buckets.smallest_fit([f.structure for f in some]) if buckets else Sizes())
+        return make_batch(some, fit_bucket(bucket, [f.structure for f in some]) if bucket else Sizes())
 
     batches = [batch(frames[k * each : (k + 1) * each]) for k in range(parts)]
     return MicroBatches(batches) if parts > 1 else batches[0]

@@ -28,8 +28,6 @@ def read(path: Path) -> list[Pair]:
     for what, finite in (("frame has a finite true and predicted energy", frames), ("free atom has finite forces", atoms)):
         if not finite.any():
             raise DataError(f"no {what}")
-    if numbers.min() < 1 or numbers.max() > len(symbols):
-        raise DataError(f"numbers is {numbers.min()} to {numbers.max()}, expected atomic numbers 1 to {len(symbols)}")
     forces, numbers = forces[atoms].astype(float), numbers[atoms]
     # Most forces are small and a few are a hundred times as large: on a linear axis the others would share one bin.
     small = float(np.median(np.abs(forces[:, 0]))) or 1.0

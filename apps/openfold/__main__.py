@@ -1,7 +1,5 @@
 """Train OpenFold:  python -m apps.openfold apps/openfold/configs/small.yaml [step.lr=2e-3 ...]
 Predict:         python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [mesh.axial=8 ...]
-
-The same commands run on one rank, or on many behind mpiexec, srun or torchrun.
 """
 
 from functools import partial

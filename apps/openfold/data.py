@@ -4,8 +4,8 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,8 @@ def build_loaders(cfg: Config, mesh: Mesh) -> AbstractContextManager[tuple[Any, 
     held_rows = held_rows[validation.column("residues")[held_rows] <= (data.validation_residues or np.inf)]
     _check_lengths(validation, held_rows, mesh["axial"].size)
     uncropped = features.model_copy(update={"crop": None})
-    kwargs: dict[str, Any] = {"name": "train", "sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate}
+    transform = partial(keep_passes, features.recycles, cfg.train.seed)
+    kwargs: dict[str, Any] = {"sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate, "batch_transform": transform}
 
     def held_out(rows: np.ndarray, name: str) -> Loader:
         """Return a loader of uncropped chains, longest first, each assigned to the least loaded replica."""
@@ -58,7 +59,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> AbstractContextManager[tuple[Any, 
     few = held_rows[np.linspace(0, len(held_rows) - 1, min(data.pictures, len(held_rows))).round().astype(int)]
     return open_loaders(
         mesh,
-        lambda: make_loader(drawn, data.batch, data, mesh, batch_transform=Recycling(features.recycles, cfg.train.seed), **kwargs),
+        lambda: make_loader(drawn, data.batch, data, mesh, name="train", **kwargs),
         lambda: held_out(held_rows, "validation"),
         (lambda: held_out(few, "pictures")) if len(few) else None,
     )
@@ -173,17 +174,11 @@ def parse_chain(values: dict[str, Any]) -> tuple[Chain, Alignment]:
     return chain, Alignment(values["msa"], values["deletions"], [])
 
 
-@dataclass(frozen=True)
-class Recycling:
-    """Keeps the first passes of a batch, as many as its step samples: the same number on all ranks, and each from 1 to ``most`` + 1
+def keep_passes(most: int, seed: int, batch: dict[str, Any], step: int) -> dict[str, Any]:
+    """Keep the first passes of a batch, as many as its step samples: the same number on all ranks, and each from 1 to ``most`` + 1
     once in ``most`` + 1 steps."""
-
-    most: int
-    seed: int
-
-    def __call__(self, batch: dict[str, Any], step: int) -> dict[str, Any]:
-        passes = draw_passes(self.seed, step, self.most)
-        return {name: value[..., :passes] for name, value in batch.items()}
+    passes = draw_passes(seed, step, most)
+    return {name: value[..., :passes] for name, value in batch.items()}
 
 
 def draw_passes(seed: int, step: int, most: int) -> int:

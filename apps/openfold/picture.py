@@ -20,8 +20,7 @@ from matplotlib.lines import Line2D
 
 from hpcai.cli.report.picture import Finding, Table, arrays, compare_errors, format_measured
 from hpcai.cli.report.theme import WIDTH, Theme, escape_mathtext, format_score, panel_title
-from hpcai.errors import DataError
-from hpcai.models.openfold.residues import ATOM_ORDER, UNKNOWN
+from hpcai.models.openfold.residues import ATOM_ORDER
 from hpcai.models.openfold.scores import superpose
 from hpcai.models.openfold.targets import pseudo_beta
 
@@ -86,12 +85,6 @@ class Chain:
 def read(path: Path) -> list[Chain]:
     content = arrays(path, LEGEND)
     residues, aatype = content["residues"].astype(np.int64), content["aatype"]
-    sums = {"R": residues.sum(), "S": (residues**2).sum()}
-    if residues.min() < 1 or sums["R"] != len(aatype) or sums["S"] != len(content["distance"]):
-        raise DataError(f"residues is {residues.min()} to {residues.max()}, their sum {sums['R']} and the sum of their squares"
-                        f" {sums['S']}; expected integers from 1 on with R = {len(aatype)} and S = {len(content['distance'])}")
-    if aatype.min() < 0 or aatype.max() > UNKNOWN:
-        raise DataError(f"aatype is {aatype.min()} to {aatype.max()}, expected 0 to {UNKNOWN}, which is X")
     beta, seen = pseudo_beta(aatype, content["true"], content["mask"], "true")
     known = content["mask"][:, ATOM_ORDER["CA"]] == 1
     # The figure shows two atoms of each residue.

@@ -1,7 +1,4 @@
-"""Train the 3D U-Net:  python -m apps.unet3d apps/unet3d/configs/small.yaml [step.lr=0.2 ...]
-
-The same command runs on one rank, or on many behind mpiexec, srun or torchrun.
-"""
+"""Train the 3D U-Net:  python -m apps.unet3d apps/unet3d/configs/small.yaml [step.lr=0.2 ...]"""
 
 from apps.unet3d.mlperf import BENCHMARK
 from apps.unet3d.settings import Config

@@ -3,11 +3,8 @@
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from hpcai.cli.report import masks
 from hpcai.cli.report.masks import ImageKind, Masks
-from hpcai.errors import DataError
 
 FILE = "maps.npz"
 TITLE = "Predicted and true slices"
@@ -23,9 +20,7 @@ caption, finding, table, draw = (partial(each, KIND) for each in (masks.caption,
 def read(path: Path) -> Masks:
     """Read an axial slice of each volume, with the front of the body in the first row."""
     result, more = masks.read(path, optional=("spacing_mm",))
-    spacing = more.get("spacing_mm", np.ones(2))
-    if spacing.shape != (2,) or spacing.dtype.kind not in "fiu" or not (np.isfinite(spacing).all() and spacing.min() > 0):
-        raise DataError(f"spacing_mm is {spacing.tolist()}, expected two numbers above 0, of rows and of columns")
+    spacing = more["spacing_mm"]
     result.aspect, result.limits = float(spacing[0] / spacing[1]), SOFT if result.units[0] == "HU" else None
     each = " x ".join(f"{n:g}" for n in spacing)
     result.note = f" of {each} mm, the part with organs; the front is on top, the patient's right on the left"

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from apps.opencatalyst.data import FIELDS, Frames, SizeBuckets
+from apps.opencatalyst.data import FIELDS, Frames, smallest_bucket
 from hpcai import log
 from hpcai.data import Rows
 from hpcai.models.dimenet import DimeNet, DimeNetConfig
@@ -58,7 +58,7 @@ def test_pairs_are_those_of_the_data_and_of_the_saved_weights(data: Path) -> Non
 
 def test_batches_have_few_shapes(data: Path) -> None:
     rows, model = Rows(data / "train", FIELDS), DimeNetConfig(cutoff=4.0, most=None)
-    frames = Frames(rows, model, buckets=SizeBuckets.from_rows(rows, 4, None))
+    frames = Frames(rows, model, bucket=smallest_bucket(rows, 4, None))
     samples = [[frames.sample((k * 5 + i * 3) % len(rows), 0) for i in range(4)] for k in range(8)]
     shapes = {tuple(tuple(t.shape) for t in frames.collate(batch).graph) for batch in samples}
     edges = {sum(len(sample.structure.centre) for sample in batch) for batch in samples}

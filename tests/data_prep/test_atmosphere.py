@@ -1,6 +1,5 @@
 """The idealised atmosphere is balanced, and the detection finds its cyclones and rivers and nothing else."""
 
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +9,6 @@ from scipy import ndimage
 from data_prep import detection, scenes
 from data_prep.atmosphere import AMBIENT, GAS, T0, VARIABLES, River, Vortex, Weather
 from data_prep.sphere import GRAVITY, OMEGA, RADIUS, Grid, polar_coordinates
-from hpcai.errors import MissingExtraError
 
 REGION = Grid.region(96, 144, 0.5, 8, 0)
 SOUTH = Grid.region(96, 144, 0.5, -56, 0)
@@ -197,12 +195,6 @@ def test_a_patch_that_is_round_or_dry_or_not_above_background_is_no_river(half_w
     if count:
         cells = np.nonzero(patch)
         assert detection._length(REGION, cells, np.cos(REGION.phi[cells[0], 0])) == pytest.approx(2.4e6, rel=0.05)
-
-
-def test_without_scipy_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
-    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[deepcam\]"):
-        detect(REGION)
 
 
 def test_objects_are_connected_across_the_seam():

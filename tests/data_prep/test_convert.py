@@ -3,14 +3,12 @@
 import gzip
 import shutil
 import struct
-import sys
 
 import h5py
 import numpy as np
 import pytest
 
 from data_prep import cosmoflow, tfrecord
-from hpcai.errors import MissingExtraError
 from tests.data_prep.prep_contract import check_error, columns, runner
 from tests.reference_data import DATA, load_arrays
 
@@ -253,13 +251,3 @@ def test_a_wrong_source_is_reported_in_one_line(prepare, options, message, tmp_p
     prepare(tmp_path / "source")
     assert convert(tmp_path / "source", tmp_path / "out", *options) == 2
     check_error(capsys, message)
-
-
-@pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf.descriptor_pb2"])
-def test_a_missing_package_names_the_extra(package, tmp_path, monkeypatch):
-    file = write(tmp_path / "a", record(0))
-    tfrecord._example_class.cache_clear()
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[cosmoflow\]"):
-        list(tfrecord.read_samples(file, 4))
-    tfrecord._example_class.cache_clear()

@@ -123,7 +123,6 @@ REFUSED = {
                    ["TMQ (variable 0) is NaN, infinite or a fill value (9.96921e+36, 1e+20) in 1 cells in rows 5 to 5"]),
     "scale_factor": ({"attrs": {"scale_factor": 0.1}}, ["'climate/data' has scale_factor; apply"]),
     "label 3": ({"change": lambda fields, labels: labels.__setitem__((3, 4), 3)}, ["holds [3]", "0 background"]),
-    "label -1": ({"change": lambda fields, labels: labels.__setitem__((3, 4), -1)}, ["holds [-1]"]),
     "NaN at a pole": ({"change": put("U850", lambda v: v * np.nan, 0)}, ["U850 (variable 1)", "36 cells in rows 0 to 0", "pole"]),
     "infinite inside": ({"change": put("TS", lambda v: np.inf, (5, 6))}, ["TS (variable 11)", "1 cells in rows 5 to 5 of"]),
     "PSL in hPa": ({"change": put("PSL", lambda v: v / 100)}, ["PSL (variable 7)", "expected Pa", "convert PSL to Pa"]),

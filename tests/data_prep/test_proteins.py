@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from data_prep import proteins
-from hpcai.errors import DataError
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.residues import ATOM14_NAMES, ATOM_ORDER, GAP, RESTYPES
 from hpcai.models.openfold.targets import compute_targets, pseudo_beta
@@ -196,12 +195,3 @@ def test_minimum_length_and_a_single_row():
         for seed in range(2):
             chain, alignment = proteins.make_family(seed, 1, length, 1)[0]
             assert len(chain.sequence) == length and alignment.msa.shape == (1, length) and np.isfinite(chain.positions).all()
-
-
-@pytest.mark.parametrize("args, message", [
-    ((0, 1, 15, 4), "length 15, expected 16"), ((0, 1, 16, 0), "rows 0, expected 1"), ((0, 0, 16, 1), "members 0, expected 1"),
-    ((-1, 1, 16, 1), "seed -1, expected 0"),
-])  # fmt: skip
-def test_values_below_the_minimum_are_refused(args, message):
-    with pytest.raises(DataError, match=message):
-        proteins.make_family(*args)

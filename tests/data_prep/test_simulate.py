@@ -172,7 +172,8 @@ def test_too_many_counts_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "args", ["simulate x --univrses 3", "simulate x --size b", "simulate x --size 0", "simulate x --ranges O=1:2", "simulate", "x"]
+    "args", ["simulate x --univrses 3", "simulate x --size b", "simulate x --size 0", "simulate x --mean-count 1001",
+             "simulate x --ranges O=1:2", "simulate", "x"]
 )
 def test_a_mistyped_option_ends_with_2(args, capsys):
     with pytest.raises(SystemExit) as exit_info:

@@ -354,7 +354,7 @@ def test_tables_arrays_and_compressed_lines_have_a_document_for_each_record(
 def test_unusable_tables_and_arrays_are_refused(tmp_path: Path, name: str, data: bytes, reason: str) -> None:
     path = write_files(tmp_path, {name: data}) / name
     try:
-        reported = next(item.reason for item in read_file(path) if isinstance(item, documents.Unusable))
+        reported = next(str(item) for item in read_file(path) if isinstance(item, documents.UnusableError))
     except DataError as problem:
         reported = str(problem)
         assert reported.startswith(f"{path}: ") and "\n" not in reported

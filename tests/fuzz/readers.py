@@ -216,7 +216,7 @@ def write_parquet(folder: Path) -> Path:
 def read_documents(path: Path) -> None:
     units, _, _ = documents.file_size(path)
     for _, document in documents.read_documents(documents.Piece(path, path.name, 0, units), ["text"]):
-        if not isinstance(document, dict | str | documents.Unusable):
+        if not isinstance(document, dict | str | documents.UnusableError):
             list(document)
 
 

@@ -38,7 +38,7 @@ def reference_batch(dtype: Any) -> Batch:
         own = slice(atom, atom + atoms)
         shift = (offset @ cell.astype(dtype)).astype(dtype)
         positions, numbers = stored["pos"][own].astype(dtype), stored["atomic_numbers"][own]
-        structures.append(Structure(positions, numbers, centre, other, shift, np.array(back), 6.0, 50))
+        structures.append(Structure(positions, numbers, centre, other, shift, np.array(back), 6.0, 50, cell, np.ones(3, bool)))
         atom, edge = atom + int(atoms), edge + int(edges)
     padding_atom, graph = [[0, 0, 0]], collate(structures)
     forces = torch.from_numpy(np.concatenate([stored["force_target"], padding_atom]).astype(dtype))

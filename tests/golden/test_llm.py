@@ -141,19 +141,6 @@ def test_published_sizes(preset: str, name: str) -> None:
         assert sum(p.numel() for p in LLM(single_layer).parameters()) == single_layer.num_parameters
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_save_and_load(case: str, tmp_path: Path) -> None:
-    model = LLM.load(model_folder(case))
-    llm.save_folder(model.state_dict(), model.cfg, tmp_path, shard=100_000)
-    reloaded = LLM.load(tmp_path)
-    assert reloaded.cfg.model_dump(exclude={"head"}) == model.cfg.model_dump(exclude={"head"})
-    assert reloaded.cfg.head_dim == model.cfg.head_dim
-    tensors, stored = model.state_dict().values(), reloaded.state_dict().values()
-    assert all(torch.equal(x, y) for x, y in zip(tensors, stored, strict=True))
-    model.save(tmp_path / "model.safetensors")
-    assert torch.equal(LLM.load(tmp_path / "model.safetensors").lm_head.weight, model.lm_head.weight)
-
-
 @pytest.mark.parametrize("case", [*CASES[:3], *OTHERS[:2]])
 def test_settings_of_older_files_are_equal(case: str, tmp_path: Path) -> None:
     shutil.copy(DATA / "llm" / "configs_4x" / f"{case}.json", tmp_path / "config.json")

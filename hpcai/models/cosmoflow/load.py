@@ -1,6 +1,6 @@
 """Load CosmoFlow weights, also in the formats of other codes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,61 +28,40 @@ def load_weights(path: str | Path, cfg: CosmoFlowConfig | None = None) -> CosmoF
     path = Path(path)
     state, saved_cfg = _read(path)
     with weights.check_names(path, state, "conv_seq.0.conv.weight, dense1.weight, ..."):
-        sizes, outputs = _infer_sizes(state), len(state["output.weight"])
-    if cfg is not None:
-        weights.check_sizes(path, sizes, {name: getattr(cfg, name) for name in sizes})
-    if saved_cfg is None:
-        edge = sizes.pop("edge")
-        saved_cfg = (cfg or _default_config(outputs)).model_copy(update=sizes)
-        if saved_cfg.edge != edge or cfg is None:
-            saved_cfg = saved_cfg.model_copy(update={"size": edge << sizes["blocks"]})
-    return weights.load_into(CosmoFlow(saved_cfg), state, path)
+        sizes = _infer_sizes(state)
+        if cfg is None:
+            size = sizes["edge"] << sizes["blocks"]
+            cfg = saved_cfg or CosmoFlowConfig(
+                channels=sizes["channels"], size=size, filters=sizes["filters"], blocks=sizes["blocks"])
+    expected = {name: getattr(cfg, name) for name in ("channels", "filters", "blocks", "edge")}
+    weights.check_sizes(path, sizes, expected | {"parameters": len(cfg.parameters)})
+    return weights.load_into(CosmoFlow(saved_cfg or cfg), state, path)
 
 
 def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
     blocks = sum(name.endswith(".conv.weight") for name in state)
     filters, channels = state["conv_seq.0.conv.weight"].shape[:2]
     cells = state["dense1.weight"].shape[1] / len(state[f"conv_seq.{blocks - 1}.conv.weight"])
-    return {"channels": channels, "filters": filters, "blocks": blocks, "edge": round(cells ** (1 / 3))}
-
-
-def _default_config(outputs: int) -> CosmoFlowConfig:
-    """Return settings for weights without any: the parameters of the benchmark if their number agrees."""
-    default = CosmoFlowConfig()
-    if outputs == len(default.parameters):
-        return default
-    return CosmoFlowConfig(parameters=tuple(f"parameter_{i}" for i in range(outputs)), units=("",) * outputs)
-
-
-def from_keras(weights: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Convert Keras weights in layer order (kernel and bias of each convolution, then of each dense layer) to a state dict.
-
-    Convolution kernels are [D, H, W, in, out] and become [out, in, D, H, W]; dense ones [in, out] become [out, in].
-    """
-    state: dict[str, Tensor] = {}
-    convs = [i for i in range(0, len(weights), 2) if weights[i].ndim == 5]
-    for n, i in enumerate(convs):
-        state[f"conv_seq.{n}.conv.weight"] = torch.from_numpy(np.ascontiguousarray(weights[i].transpose(4, 3, 0, 1, 2)))
-        state[f"conv_seq.{n}.conv.bias"] = torch.from_numpy(np.array(weights[i + 1]))
-    for name, i in zip(("dense1", "dense2", "output"), range(2 * len(convs), len(weights), 2)):
-        state[f"{name}.weight"] = torch.from_numpy(np.ascontiguousarray(weights[i].T))
-        state[f"{name}.bias"] = torch.from_numpy(np.array(weights[i + 1]))
-    return state
+    edge, outputs = round(cells ** (1 / 3)), len(state["output.weight"])
+    return {"channels": channels, "filters": filters, "blocks": blocks, "edge": edge, "parameters": outputs}
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], CosmoFlowConfig | None]:
     if not h5py.is_hdf5(path):
         return weights.load_state(path, "cosmoflow", CosmoFlowConfig)
     try:
-        return from_keras(_keras_arrays(path)), None
+        return _read_keras(path), None
     except CheckpointError:
         raise
     except Exception as problem:  # h5py raises many types of errors for a damaged file
         raise CheckpointError(f"{path}: not Keras weights, or damaged: {problem}") from problem
 
 
-def _keras_arrays(path: Path) -> list[np.ndarray]:
-    """Return the arrays of ``conv3d``, ``conv3d_1``, ..., ``dense``, ... in order, from either layout of Keras's HDF5 files."""
+def _read_keras(path: Path) -> dict[str, Tensor]:
+    """Read the layers ``conv3d``, ``conv3d_1``, ..., ``dense``, ... as a state dict, from either layout of Keras's HDF5 files.
+
+    Kernels of convolutions are [D, H, W, in, out] and become [out, in, D, H, W]; dense ones [in, out] become [out, in].
+    """
     layers: dict[tuple[str, int], dict[str, np.ndarray]] = {}
 
     def visit(name: str, item: Any) -> None:
@@ -98,4 +77,10 @@ def _keras_arrays(path: Path) -> list[np.ndarray]:
         file.visititems(visit)
     if not layers:
         raise CheckpointError(f"{path}: no layer named conv3d or dense; expected Keras weights of CosmoFlow")
-    return [layers[key][parameter] for key in sorted(layers) for parameter in ("kernel", "bias")]
+    state: dict[str, Tensor] = {}
+    dense = iter(("dense1", "dense2", "output"))
+    for n, layer in enumerate(sorted(layers)):
+        name, axes = (f"conv_seq.{n}.conv", (4, 3, 0, 1, 2)) if layer[0] == "conv3d" else (next(dense), (1, 0))
+        state[f"{name}.weight"] = torch.from_numpy(np.ascontiguousarray(layers[layer]["kernel"].transpose(axes)))
+        state[f"{name}.bias"] = torch.from_numpy(layers[layer]["bias"])
+    return state

@@ -67,8 +67,8 @@ def to_ase(structures: Structure | Frame | Sequence[Structure | Frame], results:
     calculators, constraints = import_module("ase.calculators.singlepoint"), import_module("ase.constraints")
     converted = []
     for frame in _to_frames(structures, results):
-        atoms, (cell, pbc) = frame.structure, _cell_of(frame.structure)
-        atoms = ase.Atoms(atoms.numbers, atoms.positions, cell=cell, pbc=pbc)
+        structure = frame.structure
+        atoms = ase.Atoms(structure.numbers, structure.positions, cell=structure.cell, pbc=structure.pbc)
         if not frame.free.all():
             atoms.set_constraint(constraints.FixAtoms(mask=frame.free == 0))
         labels = {name: value for name in ("energy", "forces") if (value := getattr(frame, name)) is not None}
@@ -93,18 +93,12 @@ def _to_frames(structures: Any, results: Any) -> list[Frame]:
     return [frame._replace(energy=float(energy), forces=np.asarray(forces)) for frame, (energy, forces) in zip(frames, results)]
 
 
-def _cell_of(structure: Structure) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    if structure.cell is None or structure.pbc is None:
-        raise DataError("a structure without its cell; expected one from build_structure(...) or read_frames(...)")
-    return structure.cell, structure.pbc
-
-
 def _tensors(frame: Frame) -> dict[str, Any]:
-    s, (cell, pbc) = frame.structure, _cell_of(frame.structure)
+    s = frame.structure
     vector = s.positions[s.neighbour] - s.positions[s.centre] + s.shift
-    offsets = np.rint(s.shift @ np.linalg.pinv(np.where(pbc[:, None], cell, 0.0)))
+    offsets = np.rint(s.shift @ np.linalg.pinv(np.where(s.pbc[:, None], s.cell, 0.0)))
     arrays = {
-        "pos": s.positions, "cell": cell[None], "pbc": pbc[None], "atomic_numbers": s.numbers, "z": s.numbers,
+        "pos": s.positions, "cell": s.cell[None], "pbc": s.pbc[None], "atomic_numbers": s.numbers, "z": s.numbers,
         "edge_index": np.stack([s.neighbour, s.centre]), "cell_offsets": offsets, "distances": np.sqrt((vector**2).sum(1)),
         "fixed": 1 - frame.free, "energy": None if frame.energy is None else np.array([frame.energy]), "forces": frame.forces,
     }  # fmt: skip

@@ -46,8 +46,8 @@ class Structure(NamedTuple):
     reverse: NDArray[np.integer]  # [E] -1 if the edge i -> j was cut off by `most`
     cutoff: float
     most: int | None
-    cell: NDArray[np.float64] | None = None  # [3, 3] angstrom
-    pbc: NDArray[np.bool_] | None = None  # [3]
+    cell: NDArray[np.float64]  # [3, 3] angstrom
+    pbc: NDArray[np.bool_]  # [3]
 
 
 def build_structure(

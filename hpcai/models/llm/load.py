@@ -18,7 +18,7 @@ from hpcai.models.llm.families import CONFIG, OURS, Rule, comparable, family, hu
 from hpcai.models.llm.model import LLM
 from hpcai.models.llm.mxfp4 import Mxfp4View
 from hpcai.nn import weights
-from hpcai.nn.deferred_init import read_on_materialize
+from hpcai.nn.deferred_init import deferred, read_on_materialize
 from hpcai.nn.safetensors_files import Lazy, LazyTensor, TransposedView, open_tensors, read_full, save_sharded, write_tensors
 
 logger = logging.getLogger(__name__)
@@ -44,16 +44,12 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
         weights.check_sizes(path, comparable(settings).model_dump(exclude=chosen), comparable(cfg).model_dump())
         settings = cfg
     tensors = _open_weights(path, settings)
-    with torch.device("meta"):
+    with deferred():
         model = LLM(settings)
     for name, tensor in model.state_dict().items():
         if tensors[name].size != tensor.shape:
             raise CheckpointError(f"{path}: {name} is {list(tensors[name].size)}, the settings make it {list(tensor.shape)}")
     model.load_state_dict({name: read_full(tensors[name]) for name in model.state_dict()}, assign=True)
-    for module in model.modules():  # counters, which files do not have
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
     if settings.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():

@@ -177,10 +177,7 @@ class Tokenizer:
 
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document: the text with prefix, suffix and end-of-text token."""
-        return self.add_prefix_suffix(self.encode(text))
-
-    def add_prefix_suffix(self, ids: list[int]) -> list[int]:
-        return [*self.prefix, *ids, *self.end_tokens]
+        return [*self.prefix, *self.encode(text), *self.end_tokens]
 
     @cached_property
     def end_tokens(self) -> list[int]:

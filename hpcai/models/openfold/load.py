@@ -19,6 +19,7 @@ from hpcai.errors import CheckpointError
 from hpcai.models.openfold.config import OpenFoldConfig
 from hpcai.models.openfold.model import OpenFold
 from hpcai.nn import weights as files
+from hpcai.nn.deferred_init import deferred
 
 Form = Literal["hpcai", "openfold", "openfold_v1", "mlperf", "mlperf_fused", "alphafold"]
 Rules = tuple[tuple[str, str], ...]
@@ -172,15 +173,12 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
         try:
             saved_cfg = cfg or _infer_settings(state, form)
         except (LookupError, RuntimeError, ValueError, ArithmeticError) as problem:
-            # The network to which incomplete weights would belong; one block stands for all.
-            template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
-            likely = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
-            expected = to_public(_build_on_meta(likely).state_dict(), likely, form)
-            _check_names(_merge_blocks(state), _merge_blocks(expected), path, form)
-            raise CheckpointError(f"{path}: weights by the names of {form!r} with shapes of no OpenFold: {problem}") from problem
+            text = f"weights by the names of {form!r}, incomplete or with shapes of no OpenFold"
+            raise CheckpointError(f"{path}: {text}: {problem}") from problem
     elif cfg is not None and cfg != saved_cfg:
         raise CheckpointError(f"{path}: contains settings that differ from cfg; load without cfg")
-    model = _build_on_meta(saved_cfg)
+    with deferred():
+        model = OpenFold(saved_cfg)
     own_state = model.state_dict()
     expected = to_public(own_state, saved_cfg, form)
     _check_names(state, expected, path, form)
@@ -196,17 +194,6 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
     return model.eval()
 
 
-def _build_on_meta(cfg: OpenFoldConfig) -> OpenFold:
-    """Return a network with weights on the meta device. Its buffers, which files do not contain, are the same in all sizes."""
-    with torch.device("meta"):
-        model = OpenFold(cfg)
-    buffers = dict(OpenFold(OpenFoldConfig.preset("tiny")).named_buffers())
-    for name, _ in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, buffers[name])
-    return model
-
-
 def _check_names(names: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
     missing, unexpected = ([name for name in left if name not in right] for left, right in ((expected, names), (names, expected)))
     if missing or unexpected:
@@ -214,10 +201,6 @@ def _check_names(names: Collection[str], expected: Collection[str], path: Path, 
             f"{path}: weights by the names of {form!r} that do not fit: {_shorten(missing)} missing; {_shorten(unexpected)} "
             "unexpected; pass the settings of these weights, or none, and a file of one form"
         )
-
-
-def _merge_blocks(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(re.sub(r"\.blocks\.\d+\.", ".blocks.#.", name) for name in names))
 
 
 def _shorten(names: list[str]) -> str:

@@ -36,10 +36,8 @@ def test_the_page_lists_errors_of_every_parameter_relative_to_the_mean(tmp_path:
 @pytest.mark.parametrize(("change", "reason"), [
     ({"names": ["a", "b"]}, r"units is <U1 \(1,\), expected text \[P\] with P = 2"),
     ({"true": np.zeros((2, 1))}, r"true is float64 \(2, 1\), expected real \[N, P\] with N = 3, P = 1"),
-    ({"true": None}, "has no array true"),
     ({"predicted": np.full((3, 1), np.nan)}, "no sample has finite"),
-    ({"names": np.array(["a"], dtype=object)}, "allow_pickle"),
 ])  # fmt: skip
 def test_unusable_predictions_are_refused_with_a_reason(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    with pytest.raises((DataError, ValueError), match=reason):
+    with pytest.raises(DataError, match=reason):
         picture.read(report_runs.write_arrays(tmp_path / "predictions.npz", ARRAYS | change))

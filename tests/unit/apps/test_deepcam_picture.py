@@ -105,15 +105,9 @@ def test_maps_of_unusual_contents_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    ({"classes": None}, "has no array classes"),
     ({"fields": np.zeros((2, *SIZE, 3))}, r"true is uint8 \(3, 24, 36\), expected whole \[N, H, W\] with N = 2, H = 24, W = 36"),
     ({"true": np.full((3, *SIZE), 3, np.uint8)}, "true is 3 to 3, expected 0 to 2, one for each of classes"),
-    ({"classes": np.array(NAMES, dtype=object)}, "allow_pickle"),
 ])  # fmt: skip
 def test_unusable_maps_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
-    with pytest.raises((DataError, ValueError), match=reason):
+    with pytest.raises(DataError, match=reason):
         write_and_read(tmp_path, make_arrays() | change)
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    report_runs.check_damaged_files(picture, report_runs.write_arrays(tmp_path / "maps.npz", make_arrays(1)))

@@ -63,9 +63,7 @@ def test_the_picture_shows_the_contents_of_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"positions": [math.nan] * 4}, "not finite"), ({"counts": [0] * 4}, "no token counts"), ({"bits": [1.0]}, "expected"),
-    ({"texts": [["a", "b"]]}, "expected"), ({"counts": [1.5] * 4}, "counts is float64"), ({"positions": None}, "has no array"),
-    ({"load": [[1.0, 0.0], [0.0, 0.0]]}, "load is"),
+    ({"positions": [math.nan] * 4}, "not finite"), ({"counts": [0] * 4}, "no token counts"),
 ])  # fmt: skip
 def test_unusable_files_are_refused_with_a_reason(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     arrays = {"positions": [1.0] * 4, "counts": [2] * 4, "names": [*CODES], "bits": [*CODES.values()], "texts": TEXTS}

@@ -9,7 +9,6 @@ import pytest
 
 from apps.opencatalyst import picture
 from hpcai.cli.report.pairs import Pair
-from hpcai.errors import DataError
 from hpcai.log import format_number
 from tests import report_runs
 
@@ -60,13 +59,3 @@ def test_nonfinite_values_are_excluded(tmp_path: Path) -> None:
     forces = arrays["forces"][3:].astype(float)
     assert np.array_equal(pairs[0].true, forces[:, 0].ravel()) and np.array_equal(pairs[0].predicted, forces[:, 1].ravel())
     assert sum(len(pair.true) for pair in pairs[2:]) == forces[:, 0].size
-
-
-@pytest.mark.parametrize(("change", "reason"), [
-    ({"numbers": None}, "has no array numbers"),
-    ({"numbers": np.ones(399, np.uint8)}, r"numbers is uint8 \(399,\), expected whole \[A\] with A = 400"),
-    ({"numbers": np.zeros(400, np.uint8)}, "numbers is 0 to 0, expected atomic numbers 1 to 118"),
-])  # fmt: skip
-def test_unusable_pairs_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
-    with pytest.raises(DataError, match=reason):
-        write_and_read(tmp_path, make_arrays() | change)
