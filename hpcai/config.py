@@ -58,12 +58,10 @@ class Settings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False,
         ser_json_inf_nan="constants",
-        json_schema_extra=lambda schema, kind: schema.update(renamed=kind.renamed, removed=kind.removed),
+        json_schema_extra=lambda schema, kind: schema.update(renamed=kind.renamed),
     )  # fmt: skip
     renamed: ClassVar[dict[str, str]] = {}
     """Earlier names of fields, which files and overrides of the previous version have, and today's."""
-    removed: ClassVar[dict[str, dict[Any, dict[str, Any]]]] = {}
-    """Fields of earlier versions: today's settings in place of each value that can still be expressed."""
 
     @pydantic.field_validator("*")
     @classmethod
@@ -367,8 +365,6 @@ class _Input:
             suggested |= set(near)
             names = [name for option in self.schema.at(key[:-1]) for name in option.get("properties", ())]
             hint = f"did you mean {' or '.join(map(format_key, near))}?" if near else f"the keys here are {join_names(names)}"
-            if any(key[-1] in option.get("removed", ()) for option in self.schema.at(key[:-1])):
-                hint = "earlier versions had it, CHANGELOG.md says why; remove it"
             self.errors.append((self.origin(key), f"{format_key(key)}: no such key; {hint}"))
             del parent[key[-1]]
         tree = self.schema.fill_defaults(self.tree)

@@ -77,15 +77,8 @@ class Schema:
                 yield from self.unknown_keys(value, (*key, name))
 
     def apply_renames(self, values: dict[str, Any], key: Key = ()) -> Iterator[tuple[Key, Key]]:
-        """Move the values of earlier names of settings (``Settings.renamed``) to today's, and replace removed settings
-        (``Settings.removed``), in place. Yield each earlier key and today's."""
-        removed = [item for node in self.at(key) for item in node.get("removed", {}).items() if item[0] not in node["properties"]]
-        for name, replacements in removed:
-            if not isinstance(value := values.get(name, _MISSING), list | dict) and value in replacements:
-                del values[name]
-                for new in [new for new in replacements[value] if new not in values]:
-                    values[new] = replacements[value][new]
-                    yield (*key, name), (*key, new)
+        """Move the values of earlier names of settings (``Settings.renamed``) to today's, in place. Yield each earlier key and
+        today's."""
         renamed = {name: new for option in self.at(key) for name, new in option.get("renamed", {}).items() if new not in values}
         for name, value in list(values.items()):
             if name in renamed:

@@ -50,8 +50,6 @@ def _fill_free_axis(sizes: Mapping[str, int], world: int) -> dict[str, int]:
 class MeshConfig(Settings):
     """Sizes of the axes of the mesh. Their product is the number of processes. An app adds the axes that its model supports."""
 
-    removed = {axis: {1: {}} for axis in ("axial", "depth", "height", "tensor", "pipeline", "expert", "context")}
-
     replicate: Annotated[int, Field(ge=-1)] = -1
     """data parallelism: replicas of the model, each with its own samples; -1: all processes that the other axes leave"""
     evaluate: Annotated[int, Field(ge=0)] = 0
@@ -136,17 +134,6 @@ class ScheduleConfig(Settings):
     """Learning rate, a pure function of the global optimizer step. Lengths are in epochs, or in steps (`unit`)."""
 
     renamed = {"first": "first_step"}
-    removed = {
-        "boundary": {"at": {"late": False}, "after": {"late": True}}, "per": {"step": {"held": False}, "epoch": {"held": True}},
-        "decay_from": {"start": {"after_warmup": False}},
-        "counted": {
-            name: {"first_step": first, "held": held, "late": late, "after_warmup": after} for name, first, held, late, after in (
-                ("plainly", 0, False, False, False), ("cosmoflow-reference", 0, True, True, False),
-                ("cosmoflow-nvidia", 0, True, False, False), ("deepcam-reference", 1, False, True, True),
-                ("unet3d-reference", 1, True, False, False), ("unet3d-nvidia", 1, False, False, False),
-            )
-        },
-    }  # fmt: skip
 
     unit: Literal["epochs", "steps"] = "epochs"
     """unit of `warmup`, `decay_at` and `length`"""
@@ -200,7 +187,6 @@ class StepConfig(Settings):
     """One optimizer step: precision, gradients, optimizer, learning rate."""
 
     renamed = {"products": "matmul", "average": "ema_decay"}
-    removed = {"average_half_life": {None: {}}, "average_ramp": {0.05: {}}, "average_power": {None: {}}}
 
     precision: Literal["auto", "fp32", "bf16", "bf16-params", "fp64"] = "fp32"
     """bf16: autocast, with weights and optimizer in fp32; bf16-params: bfloat16 weights and gradients, with fp32 master weights in
@@ -355,8 +341,6 @@ class CheckpointConfig(Settings):
 
 class ReportConfig(Settings):
     """Reports of a run. metrics.jsonl and settings.yaml are always written to the directory."""
-
-    removed = {"benchmark": {None: {}}}
 
     directory: Path | None = None
     """directory of the run; null: no files"""

@@ -24,8 +24,6 @@ from hpcai.settings import (
 class AugmentConfig(Settings):
     """Sampling and augmentation of crops. The defaults are those of the MLPerf reference."""
 
-    removed = {"where": {"workers": {}}}
-
     foreground: UnitInterval = 0.4
     """fraction of crops that contain one of the two largest components of some class, if the volume has any; others are uniform"""
     flip: UnitInterval = 1 / 3

@@ -18,13 +18,13 @@ _A, _B = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715  # ge
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up (Shazeer 2020); on CUDA by one kernel for each pass (``activations_triton``)."""
+    """Return silu(gate) * up (Shazeer 2020); on CUDA by one kernel for each pass (``gates_triton``)."""
     if triton_support.needs_plain_ops():
         return reference_swiglu(gate, up)
     if triton_support.is_supported_float(gate) and gate.dtype == up.dtype:
-        from hpcai.kernels import activations_triton
+        from hpcai.kernels import gates_triton
 
-        return activations_triton.swiglu(gate, up)
+        return gates_triton.swiglu(gate, up)
     return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 

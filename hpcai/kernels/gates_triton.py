@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of ``gate``, in float32 arithmetic: one for each pass, which reads and writes every element once.
+"""Triton kernels of ``gate`` and ``swiglu``, in float32 arithmetic: one for each pass, which reads and writes every element once.
 
 For the 256 projections of 256 x 256 pairs of a triangle multiplication in bf16, the forward pass moves 96 MiB and the backward pass
-160; the reference, with its intermediate tensors, moves 224 and 416.
+160; the reference, with its intermediate tensors, moves 224 and 416. SwiGLU moves 672 and 1,120 MiB for 8,192 tokens of 14,336
+channels; operations of torch move 1,120 and 1,792, and save silu(gate), too.
 """
 
 from typing import Any, NamedTuple
@@ -28,10 +29,18 @@ _jit = triton.jit(do_not_specialize=["rows", "inner", "units", "x0", "x1", "g0",
 @triton.jit
 def _tile(rows, inner, units, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return the rows of this program, their indices in [outer, inner], its columns, and the mask of its elements."""
-    across = tl.cdiv(units * UNIT, COLUMNS)
+    columns = units.to(tl.int64) * UNIT
+    across = tl.cdiv(columns, COLUMNS).to(tl.int32)
     row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    return row, (row // inner).to(tl.int64), (row % inner).to(tl.int64), column, (row < rows)[:, None] & (column < units * UNIT)
+    column = ((tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    return row, (row // inner).to(tl.int64), (row % inner).to(tl.int64), column, (row < rows)[:, None] & (column < columns)
+
+
+@triton.jit
+def _factor(g, SILU: tl.constexpr):
+    """Return the factor of ``x``, sigmoid(g) or silu(g), and its derivative."""
+    s = tl.sigmoid(g)
+    return (g * s, s * (1.0 + g * (1.0 - s))) if SILU else (s, s * (1.0 - s))
 
 
 @triton.jit
@@ -45,13 +54,13 @@ def _mask(mask_, row, rows, outer, own, m0, m1, column, exists, UNIT: tl.constex
 
 @_jit
 def _forward(
-    x_, g_, mask_, y_, rows, inner, units, x0, x1, g0, g1, m0, m1, UNIT: tl.constexpr, SPREAD: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    x_, g_, mask_, y_, rows, inner, units, x0, x1, g0, g1, m0, m1, UNIT: tl.constexpr, SPREAD: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row, outer, own, column, exists = _tile(rows, inner, units, UNIT, ROWS, COLUMNS)
     x = tl.load(x_ + (outer * (x0 * UNIT) + own * (x1 * UNIT))[:, None] + column, exists, other=0.0).to(tl.float32)
     g = tl.load(g_ + (outer * (g0 * UNIT) + own * (g1 * UNIT))[:, None] + column, exists, other=0.0).to(tl.float32)
-    y = x * tl.sigmoid(g)
+    y = x * _factor(g, SILU)[0]
     if mask_ is not None:
         y *= _mask(mask_, row, rows, outer, own, m0, m1, column, exists, UNIT, SPREAD)
     tl.store(y_ + row.to(tl.int64)[:, None] * (units * UNIT) + column, y.to(y_.dtype.element_ty), exists)
@@ -60,7 +69,7 @@ def _forward(
 @_jit
 def _backward(
     dy_, x_, g_, mask_, dx_, dg_, rows, inner, units, x0, x1, g0, g1, m0, m1, UNIT: tl.constexpr, SPREAD: tl.constexpr,
-    LIKE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SILU: tl.constexpr, LIKE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """``LIKE``: gradients have the strides of ``x`` and ``g``; otherwise they are contiguous."""
     row, outer, own, column, exists = _tile(rows, inner, units, UNIT, ROWS, COLUMNS)
@@ -72,10 +81,9 @@ def _backward(
     dy = tl.load(dy_ + here, exists, other=0.0).to(tl.float32)
     if mask_ is not None:
         dy *= _mask(mask_, row, rows, outer, own, m0, m1, column, exists, UNIT, SPREAD)
-    s = tl.sigmoid(g)
-    dx = dy * s
-    tl.store(dx_ + (x_here if LIKE else here), dx.to(dx_.dtype.element_ty), exists)
-    tl.store(dg_ + (g_here if LIKE else here), (dx * (1.0 - s) * x).to(dg_.dtype.element_ty), exists)
+    factor, slope = _factor(g, SILU)
+    tl.store(dx_ + (x_here if LIKE else here), (dy * factor).to(dx_.dtype.element_ty), exists)
+    tl.store(dg_ + (g_here if LIKE else here), (dy * slope * x).to(dg_.dtype.element_ty), exists)
 
 
 class _Plan(NamedTuple):
@@ -135,11 +143,12 @@ def _launch_kwargs(x: Tensor, g: Tensor, mask: Tensor | None) -> dict[str, Any] 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, g: Tensor | None, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, g: Tensor | None, mask: Tensor | None, silu: bool) -> Tensor:
         plan = _plan(*both(x, g), mask)
         y = torch.empty_like(plan.x, memory_format=torch.contiguous_format)
         with torch.cuda.device_of(x):
-            _forward[(plan.programs,)](plan.x, plan.g, plan.mask, y, **plan.kwargs)
+            _forward[(plan.programs,)](plan.x, plan.g, plan.mask, y, SILU=silu, **plan.kwargs)
+        ctx.silu = silu
         ctx.save_for_backward(*((x, g) if g is None else (plan.x, plan.g)), mask)
         return y
 
@@ -150,13 +159,14 @@ class _Gate(torch.autograd.Function):
         plan, dx = _plan(*both(x, g), mask), torch.empty_like(x, memory_format=torch.contiguous_format)
         dg = None if g is None else torch.empty_like(dx)
         with torch.cuda.device_of(x):
-            _backward[(plan.programs,)](dy.contiguous(), *plan[:3], *both(dx, dg), LIKE=g is None, **plan.kwargs)
-        return dx, dg, None
+            outputs = both(dx, dg)
+            _backward[(plan.programs,)](dy.contiguous(), *plan[:3], *outputs, SILU=ctx.silu, LIKE=g is None, **plan.kwargs)
+        return dx, dg, None, None
 
 
 def glu_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return ``gate`` of the halves of one tensor along dim 1, contiguous. Its gradient is one tensor, too."""
-    return _Gate.apply(xg.contiguous(), None, mask)
+    return _Gate.apply(xg.contiguous(), None, mask, False)
 
 
 def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -165,4 +175,11 @@ def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
     Chunks of a tensor along a dim before the last, and masks that are broadcast along adjacent dims, are read in place. Tensors
     with other strides are copied first.
     """
-    return _Gate.apply(x, g, mask)
+    return _Gate.apply(x, g, mask, False)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, contiguous. Raises ValueError for tensors of two shapes."""
+    if gate.shape != up.shape:  # a kernel would read past the end
+        raise ValueError(f"gate has shape {list(gate.shape)}, up {list(up.shape)}; expected the same")
+    return _Gate.apply(up, gate, None, True)

@@ -126,11 +126,6 @@ def _tiles(rows: int, columns: int, counters: int, per: int) -> Iterator[tuple[s
             yield slice(r, min(r + height, rows)), slice(c, min(c + width, columns))
 
 
-def signed(number: int, bits: int = 64) -> int:
-    """Return the signed integer with the lower ``bits`` of a number."""
-    return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
-
-
 def _halves(key: int | Tensor) -> tuple[Any, Any]:
     return key & WORD, (key >> 32) & WORD
 

@@ -1,6 +1,6 @@
 """RMS normalisation over the last dim (Zhang and Sennrich 2019): y = weight * x / sqrt(mean(x^2) + eps).
 
-On CUDA and for up to 8,192 channels this is one Triton kernel for each pass (``rmsnorm_triton``). Arithmetic is in float32 at
+On CUDA and for up to 8,192 channels this is one Triton kernel for each pass (``layernorm_triton``). Arithmetic is in float32 at
 least. The saved tensors are ``x`` and one element of each row.
 """
 
@@ -30,9 +30,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, autocast_output: bool
     if triton_support.needs_plain_ops():
         return reference(x, weight, eps).to(dtype)
     if triton_support.is_supported_float(x) and 0 < x.shape[-1] <= MAX_CHANNELS:
-        from hpcai.kernels import rmsnorm_triton
+        from hpcai.kernels import layernorm_triton
 
-        return rmsnorm_triton.rms_norm(x, weight, eps, dtype)
+        return layernorm_triton.rms_norm(x, weight, eps, dtype)
     return _RMSNorm.apply(x, weight, eps, dtype)
 
 

@@ -2,8 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,7 +41,9 @@ class CudaGraph:
         torch.cuda.synchronize()
         before, device = torch.cuda.current_stream(), torch.cuda.current_device()
         generator = torch.cuda.default_generators[device]
-        rng_state = generator.clone_state()
+        rng_state, was_enabled = generator.clone_state(), gc.isenabled()
+        gc.collect()
+        gc.disable()  # a collection could free CUDA memory and so end the capture
         try:
             # thread_local: the loader's threads go on allocating and copying meanwhile.
             with torch.cuda.graph(self.graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -55,6 +57,9 @@ class CudaGraph:
             self.reset()
             generator.graphsafe_set_state(rng_state)
             raise
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def replay(self) -> None:
         self.graph.replay()
@@ -76,16 +81,3 @@ def graph_factory(owner: Any, device: torch.device | None = None) -> Callable[[]
     weakref.finalize(owner, idle.append, stream).atexit = False
     # A new pool: one that outlives its graphs, with a block in use, does not accept another capture.
     return partial(CudaGraph, torch.cuda.graph_pool_handle(), stream)
-
-
-@contextmanager
-def no_gc() -> Iterator[None]:
-    """Context manager without garbage collection, which could free CUDA memory and so end a capture."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

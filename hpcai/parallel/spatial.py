@@ -163,7 +163,7 @@ def shard_range(size: int, rank: int, count: int) -> Range:
 
 
 def parallelize_spatial(
-    model: nn.Module, axes: Mapping[str, Axis], size: Sequence[int], *, channels: int | None = None, inputs: Inputs | None = None,
+    model: nn.Module, axes: Mapping[str, Axis], size: Sequence[int], *, inputs: Inputs | None = None,
     kinds: Mapping[type[nn.Module], type["SpatialLayer"]] = MappingProxyType({}), min_size: int = 2, overlap: bool | None = None,
 ) -> SpatialPartition:  # fmt: skip
     """Shard the computation of ``model`` on a volume (D, H, W) or map (H, W) of ``size`` over ranks, in place.
@@ -173,8 +173,8 @@ def parallelize_spatial(
     instance, group and batch norms reduce their moments. Parameters and their names are kept; their ``sum_axes`` are the axes over
     which gradients are summed. Ranks of a sample need the same random state where a level is replicated.
 
-    ``axes``: The mesh axis of each dim: depth, height, width. ``channels``: Input channels, if the first convolution has others.
-    ``inputs``: ``inputs(size)`` returns all arguments of the model on the meta device, if there are more than a volume.
+    ``axes``: The mesh axis of each dim: depth, height, width. ``inputs``: ``inputs(size)`` returns all arguments of the model on
+    the meta device, if there are more than a volume with the channels of the first convolution.
     ``kinds``: The model's layer classes, and the ``SpatialLayer`` that shards each. ``min_size``, ``overlap``: See the partition.
     Raises MeshError for a size that cannot be sharded, unknown layers, and operations outside layers that mix voxels.
     """
@@ -198,23 +198,21 @@ def parallelize_spatial(
                 raise MeshError(f"spatial: {name} has {problem}")
             if kind is _Norm and not isinstance(layer.all_reduce, AllReduce):
                 layer.all_reduce = AllReduce()
-        plan_size(model, partition, size, channels, inputs)
+        plan_size(model, partition, size, inputs)
         for axis in partition.axes.values():
             sum_gradients_over(model, axis.init_group())  # now: a rank whose layers exchange nothing has no first use
     return partition
 
 
-def plan_size(
-    model: nn.Module, partition: SpatialPartition, size: Sequence[int], channels: int | None = None, inputs: Inputs | None = None
-) -> None:
+def plan_size(model: nn.Module, partition: SpatialPartition, size: Sequence[int], inputs: Inputs | None = None) -> None:
     """Plan a parallelized model for volumes of ``size``: run it once on the meta device, and record the size at each layer."""
     if not partition.axes:
         return
     if inputs is None:
         in_channels = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
-        if channels is None and not in_channels:
-            raise MeshError("spatial: the model has no convolution to take the number of input channels from; give channels")
-        shape = (1, channels or in_channels[0], *size)
+        if not in_channels:
+            raise MeshError("spatial: the model has no convolution to take the number of input channels from; give inputs")
+        shape = (1, in_channels[0], *size)
     args = (torch.empty(shape, device="meta", dtype=next(model.parameters()).dtype),) if inputs is None else inputs(size)
     state = {name: t.to("meta", copy=True) for name, t in (*model.named_parameters(), *model.named_buffers())}
     check = _OpCheck()

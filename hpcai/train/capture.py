@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.data.collate import tree_map, tree_zip
 from hpcai.dist.watchdog import before_destroy_process_group
 from hpcai.errors import ConfigError
-from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
+from hpcai.nn.cuda_graph import Graph, graph_factory
 from hpcai.train import rng
 
 _WARMUP_STEPS = 2  # steps of a shape before its capture: libraries choose algorithms, and collectives connect
@@ -121,8 +121,7 @@ class Capture:
         static = tree_map(batch, lambda x: torch.empty_like(x, device=self.device).copy_(x) if isinstance(x, Tensor) else x)
         last, rng_state, began = _Watch(), rng.state(), time.perf_counter()
         try:
-            with no_gc():
-                slot.values = slot.graph.capture(lambda: self._run(static, last if self.traced else nullcontext()))
+            slot.values = slot.graph.capture(lambda: self._run(static, last if self.traced else nullcontext()))
         except (RuntimeError, NotImplementedError) as error:
             location, first = f" by {last}" if last.function else "", next(iter(str(error).strip().splitlines()), "")
             self.close()

@@ -226,8 +226,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
             raise DamagedError(f"{name} has changed since it was written (size or SHA-256)")
     run = _read_json(path / RUN, RunFile)
     if run.format != FORMAT:
-        earlier = "hpcai of 2026-11-26 reads it and saves format 3: resume the run there for one step"
-        advice = earlier if run.format < FORMAT else "resume the run with the hpcai that wrote it"
+        advice = "resume the run with the hpcai that wrote it"
         raise CheckpointError(f"{path}: is a checkpoint of format {run.format}, expected {FORMAT}; {advice}")
     reader = CheckpointReader(path, run, _read_json(path / INDEX, Index))
     try:

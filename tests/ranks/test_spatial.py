@@ -36,7 +36,7 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, kwargs:
     model = deepcopy(full)
     keys = list(model.state_dict())
     names = ("depth", "height", "width")[-len(size) :]
-    partition = parallelize_spatial(model, {n: mesh[n] for n in names if n != "width"}, size, channels=channels, **kwargs)
+    partition = parallelize_spatial(model, {n: mesh[n] for n in names if n != "width"}, size, **kwargs)
     assert list(model.state_dict()) == keys
     x = torch.randn(passes, channels, *size, generator=torch.Generator().manual_seed(7 + mesh["replicate"].rank)).double()
     local = partition.take_shard(x).clone().requires_grad_()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.kernels import activations_triton, float8, float8_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
+from hpcai.kernels import float8, float8_triton, gates_triton, layernorm_triton, rotary_triton
 from hpcai.kernels.float8_formats import MAX_EXPONENT
 from hpcai.kernels.grouped_mm import reference
 from hpcai.kernels.moe_triton import combine, combine_backward, grouped_mm
@@ -72,31 +72,41 @@ def check_layer_norm(case: str, x: torch.dtype, y: torch.dtype, device: str, awa
     count, view = LAYOUTS[case]
     draw = _seeded_randn(device)
     values = view((3 * (draw(count) + away)).to(x))
-    channels = values.shape[-1]
-    weight, bias, dy = draw(channels), draw(channels), draw(*values.shape).to(y)
-
-    def run(values: Tensor) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in (values, weight, bias)]
-        out = layernorm_triton.layer_norm(leaves[0], leaves[1], leaves[2], 1e-5, y)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
-
-    results = run(values)
-    assert all(torch.equal(first, second) for first, second in zip(results, run(values))), "reproducible bitwise"
-    out, dx, grad_weight, grad_bias = results
-    assert out.dtype == y and out.is_contiguous() and dx.dtype == x
+    parameters = [draw(values.shape[-1]) for _ in range(2)]
+    dx = _check_norm(values, parameters, draw(*values.shape).to(y))
     assert dx.stride() == torch.empty_like(values).stride() if case in DENSE else dx.is_contiguous()
+
+
+def _check_norm(values: Tensor, parameters: list[Tensor], dy: Tensor, trainable: bool = True) -> Tensor:
+    """Check a layer norm with weight and bias, or an RMS norm with a weight, and return the gradient of ``values``."""
+    centred, channels = len(parameters) == 2, values.shape[-1]
+    norm = layernorm_triton.layer_norm if centred else layernorm_triton.rms_norm
+
+    def run() -> list[Tensor]:
+        x, own = values.detach().requires_grad_(), [p.detach().requires_grad_(trainable) for p in parameters]
+        out = norm(x, *own, 1e-5, dy.dtype)
+        return [out.detach(), *torch.autograd.grad(out, [x, *own] if trainable else [x], dy)]
+
+    results = run()
+    assert all(torch.equal(first, second) for first, second in zip(results, run(), strict=True)), "reproducible bitwise"
+    out, dx, *sums = results
+    assert out.dtype == dy.dtype and out.is_contiguous() and dx.dtype == values.dtype
     with torch.no_grad():
-        assert torch.equal(layernorm_triton.layer_norm(values, weight, bias, 1e-5, y), out), "the same result without saved tensors"
-    X, W, B, D = (t.double() for t in (values, weight, bias, dy))
-    rstd = (X.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt()
-    N, G = (X - X.mean(-1, keepdim=True)) * rstd, D * W
-    _check_close("y", out, W * N + B, W.abs() * (N.abs() + 1) + B.abs())
-    mean, along = G.mean(-1, keepdim=True), (G * N).mean(-1, keepdim=True)
-    magnitudes = G.abs() + G.abs().mean(-1, keepdim=True) + N.abs() * (G * N).abs().mean(-1, keepdim=True)
+        assert torch.equal(norm(values, *parameters, 1e-5, dy.dtype), out), "the same result without saved tensors"
+    X, D, W, *rest = (t.double() for t in (values, dy, *parameters))
+    B = rest[0] if centred else torch.zeros_like(W)
+    X, G = X - centred * X.mean(-1, keepdim=True), D * W
+    rstd = (X.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    N = X * rstd
+    _check_close("y", out, W * N + B, W.abs() * (N.abs() + centred) + B.abs())
+    mean, along = centred * G.mean(-1, keepdim=True), (G * N).mean(-1, keepdim=True)
+    magnitudes = G.abs() + centred * G.abs().mean(-1, keepdim=True) + N.abs() * (G * N).abs().mean(-1, keepdim=True)
     _check_close("dx", dx, rstd * (G - mean - N * along), rstd * magnitudes)
     N, D = N.reshape(-1, channels), D.view(-1, channels)
-    _check_close("grad_weight", grad_weight, (D * N).sum(0), (D.abs() * (N.abs() + 1)).sum(0))
-    _check_close("grad_bias", grad_bias, D.sum(0), D.abs().sum(0))
+    expected = ("grad_weight", (D * N).sum(0), (D.abs() * (N.abs() + centred)).sum(0)), ("grad_bias", D.sum(0), D.abs().sum(0))
+    for actual, (name, value, terms) in zip(sums, expected):
+        _check_close(name, actual, value, terms)
+    return dx
 
 
 def check_nonfinite_rows(device: str) -> None:
@@ -142,23 +152,35 @@ GATES: dict[str, Callable[[Callable[..., Tensor]], tuple[Tensor, Tensor, Tensor 
 
 
 def check_gate(case: str, dtype: torch.dtype, device: str) -> None:
+    """Check a gate and, without a mask, SwiGLU."""
     draw = _seeded_randn(device)
     x, g, mask = GATES[case](lambda *shape: 3 * draw(*shape).to(dtype))
     mask = None if mask is None else (mask > 0).float() * 1.5
     dy = draw(*x.shape).to(dtype)
+    X, G, D = x.double(), g.double(), dy.double()
+    M, S = torch.ones_like(X) if mask is None else mask.double(), G.sigmoid()
+    expected = X * S * M, D * S * M, D * X * M * S * (1 - S)
+    _check_product(lambda x, g: gates_triton.gate(x, g, mask), x, g, dy, expected, D * X * M * S)
+    if mask is None:
+        expected = X * G * S, D * G * S, D * X * S * (1 + G * (1 - S))
+        _check_product(lambda x, g: gates_triton.swiglu(g, x), x, g, dy, expected, D * X * S * (1 + G.abs()))
+
+
+def _check_product(
+    function: Callable[[Tensor, Tensor], Tensor], x: Tensor, g: Tensor, dy: Tensor, expected: tuple[Tensor, ...], dg_terms: Tensor
+) -> None:
+    """Check the result of a function and its gradients by ``x`` and ``g``."""
 
     def run() -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in (x, g)]
-        out = gates_triton.gate(leaves[0], leaves[1], mask)
+        out = function(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
 
     results = run()
     assert all(torch.equal(first, second) for first, second in zip(results, run())), "reproducible bitwise"
-    assert all(t.is_contiguous() and t.dtype == dtype for t in results)
-    X, S, D = x.double(), g.double().sigmoid(), dy.double()
-    M = torch.ones_like(X) if mask is None else mask.double()
-    for name, actual, expected in zip(("y", "dx", "dg"), results, (X * S * M, D * S * M, D * X * M * S * (1 - S))):
-        _check_close(name, actual, expected, expected.abs() + (D * X * M * S).abs() * (name == "dg"))
+    assert all(t.is_contiguous() and t.dtype == x.dtype for t in results)
+    for name, actual, value in zip(("y", "dx", "dg"), results, expected):
+        _check_close(name, actual, value, value.abs() + dg_terms.abs() * (name == "dg"))
 
 
 def check_glu_halves(dtype: torch.dtype, device: str) -> None:
@@ -181,40 +203,7 @@ def check_rms_norm(shape: tuple[int, ...], x: torch.dtype, y: torch.dtype, devic
     """Check RMSNorm with a weight that is trainable or not."""
     draw = _seeded_randn(device)
     values, weight, dy = (3 * draw(*shape)).to(x), draw(shape[-1]), draw(*shape).to(y)
-
-    def run() -> list[Tensor]:
-        leaves = [values.detach().requires_grad_(), weight.detach().requires_grad_(trainable)]
-        out = rmsnorm_triton.rms_norm(*leaves, 1e-5, y)
-        return [out.detach(), *torch.autograd.grad(out, leaves[: 1 + trainable], dy)]
-
-    results = run()
-    assert all(torch.equal(first, second) for first, second in zip(results, run(), strict=True)), "reproducible bitwise"
-    out, dx, *grad_weight = results
-    assert out.dtype == y and dx.dtype == x and out.is_contiguous() and dx.is_contiguous()
-    with torch.no_grad():
-        assert torch.equal(rmsnorm_triton.rms_norm(values, weight, 1e-5, y), out), "the same result without saved tensors"
-    X, W, D = (t.double() for t in (values, weight, dy))
-    rstd = (X.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    N, G = X * rstd, D * W
-    _check_close("y", out, W * N, (W * N).abs())
-    magnitudes = G.abs() + N.abs() * (G * N).abs().mean(-1, keepdim=True)
-    _check_close("dx", dx, rstd * (G - N * (G * N).mean(-1, keepdim=True)), rstd * magnitudes)
-    if trainable:
-        N, D = N.reshape(-1, shape[-1]), D.view(-1, shape[-1])
-        _check_close("grad_weight", grad_weight[0], (D * N).sum(0), (D * N).abs().sum(0))
-
-
-def check_swiglu(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    draw = _seeded_randn(device)
-    g, x, dy = (3 * draw(*shape).to(dtype) for _ in range(3))
-    leaves = [t.requires_grad_() for t in (g, x)]
-    out = activations_triton.swiglu(*leaves)
-    results = [out.detach(), *torch.autograd.grad(out, leaves, dy)]
-    assert all(t.is_contiguous() and t.dtype == dtype for t in results)
-    X, G, D = (t.detach().double() for t in (x, g, dy))
-    S = G.sigmoid()
-    for name, actual, expected in zip(("y", "dg", "dx"), results, (X * G * S, D * X * S * (1 + G * (1 - S)), D * G * S)):
-        _check_close(name, actual, expected, expected.abs() + (D * X * S * (1 + G.abs())).abs() * (name == "dg"))
+    assert _check_norm(values, [weight], dy, trainable).is_contiguous()
 
 
 # Batch, heads of queries, heads of keys, tokens, channels; whether the heads of a token are adjacent in memory.

@@ -1,12 +1,14 @@
-"""Claims of docs/benchmarks.md and the README on speed and memory, measured on this machine."""
+"""Claims of docs/benchmarks.md and the README on speed and memory, measured on this machine. Other load only adds time, so one run
+of several within the bound is enough."""
 
+import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -26,9 +28,9 @@ from hpcai.train import Step, fit
 from hpcai.train.auto_settings import has_fast_bf16
 from tests.apps.universes import write_universes
 from tests.ranks.launch import on_ranks
-from tests.slow.bench_runs import ROOT, retry, run_bench
 
 pytestmark = pytest.mark.timing
+ROOT = Path(__file__).resolve().parents[2]
 Rows = list[dict[str, Any]]
 UNET = "model.window=[64, 64, 64]"
 ANGLES = ("detached", "conservative")
@@ -45,6 +47,25 @@ MEMORY = [  # the largest ratio of the memory of training to that of the referen
     ("unet3d", 1.15, [UNET]),
     *(("opencatalyst", 0.75, [f"model.angles={angles}", "data.batch=4"]) for angles in ANGLES),
 ]
+
+
+def retry(is_good: Callable[[Any], bool], measure: Callable[[], Any]) -> None:
+    results = []
+    for _ in range(5):
+        results.append(measure())
+        if is_good(results[-1]):
+            return
+    raise AssertionError(results)
+
+
+def run_bench(*args: str) -> dict[str, Any]:
+    """Return the JSON that ``hpcai bench`` prints with one thread."""
+    code = "import sys; from hpcai.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "bench", *args, "--json"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(1800)

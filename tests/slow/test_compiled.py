@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow
 # (Triton 3.6 reads masks of rows so). More registers per thread lower the occupancy.
 WIDE = {"_forward": 64, "_backward": 128}
 MODULES: dict[str, tuple[int, dict[str, int], int]] = {
-    "activations": (2, {"_forward": 64, "_backward": 80}, 0), "attention": (5, {"": 255}, 16), "batchnorm": (5, {"": 128}, 3),
+    "attention": (5, {"": 255}, 16), "batchnorm": (5, {"": 128}, 3),
     "float8": (2, {"": 64}, 6), "gates": (2, {"_forward": 64, "_backward": 80}, 16), "layernorm": (2, WIDE, 12),
-    "moe": (3, {"": 192}, 17), "philox": (2, {"": 128}, 99), "rmsnorm": (2, WIDE, 4), "rotary": (1, {"": 96}, 0),
+    "moe": (3, {"": 192}, 17), "philox": (2, {"": 128}, 99), "rotary": (1, {"": 96}, 0),
     "fused_optimizer": (2, {"": 64}, 10),
 }  # fmt: skip
 PROGRAM = """

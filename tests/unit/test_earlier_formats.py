@@ -2,17 +2,16 @@
 
 import json
 import shutil
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from data_prep import cosmoflow, text
-from hpcai import config, dist
+from hpcai import dist
 from hpcai.cli.checkpoint import show
 from hpcai.cli.report import read_run
-from hpcai.errors import CheckpointError, ConfigError
+from hpcai.errors import CheckpointError
 from hpcai.models.diffusion import Diffusion
 from hpcai.settings import CheckpointConfig, RunConfig, StepConfig
 from hpcai.train import Step
@@ -20,10 +19,6 @@ from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.flight_recorder import read_bundle
 
 FORMATS = Path(__file__).parents[1] / "data/formats"
-
-
-def load_settings(path):
-    return config.load(import_module(f"apps.{path.stem}.settings").Config, path)
 
 
 def open_checkpoints(number):
@@ -35,13 +30,12 @@ def open_checkpoints(number):
     return step, Checkpoints(FORMATS / f"checkpoint-{number}", CheckpointConfig(), mesh, settings, schema=RunConfig)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_checkpoint_of_another_format_is_refused_and_not_called_damaged(number, capsys):
-    message = f"is a checkpoint of format {number}, expected 3; hpcai of 2026-11-26 reads it and saves format 3"
-    step, saved = open_checkpoints(number)
-    with pytest.raises(CheckpointError, match=f"step-00000003: {message}: resume the run there for one step$"):
+def test_a_checkpoint_of_another_format_is_refused_and_not_called_damaged(capsys):
+    message = "is a checkpoint of format 2, expected 3; resume the run with the hpcai that wrote it"
+    step, saved = open_checkpoints(2)
+    with pytest.raises(CheckpointError, match=f"step-00000003: {message}$"):
         saved.resume(step)
-    assert show(FORMATS / f"checkpoint-{number}") == 1 and message in capsys.readouterr().out
+    assert show(FORMATS / "checkpoint-2") == 1 and message in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_format_3_with_earlier_names_of_settings_is_resumed():
@@ -53,33 +47,12 @@ def test_a_checkpoint_of_format_3_with_earlier_names_of_settings_is_resumed():
         torch.testing.assert_close(part(resumed), part(trained))
 
 
-@pytest.mark.parametrize(("path", "ema_decay"), [
-    ("settings-1/cosmoflow.yaml", 0.99), ("settings-2/unet3d.yaml", 0.98), ("settings-3/cosmoflow.yaml", 0.99),
-    ("settings-4/diffusion.yaml", 0.995),
-])  # fmt: skip
-def test_settings_of_an_earlier_run_are_read_with_renames_reported(path, ema_decay, capsys):
-    step = load_settings(FORMATS / path).step
-    assert step.ema_decay == ema_decay and "step.average is now step.ema_decay" in capsys.readouterr().err
-    assert (step.schedule.first_step, step.schedule.held, step.schedule.late) == (0, False, False), "not the defaults of the app"
-
-
-@pytest.mark.parametrize(("path", "message"), [
-    ("settings-5/deepcam.yaml", ":14: .*decay_from: no such key; earlier versions had it, CHANGELOG.md says why; remove it\n"
-                                ".*:14: .* is 'last', expected true or false\n.*:16: report.benchmark: .* remove it"),
-    ("settings-6/unet3d.yaml", ":2: data.augment.where: .* remove it"),
-])  # fmt: skip
-def test_settings_that_exist_no_more_are_named_as_such(path, message):
-    with pytest.raises(ConfigError, match=f"^.*{path}{message}$"):
-        load_settings(FORMATS / path)
-
-
-def test_weights_a_run_and_a_bundle_of_a_failed_run_are_read(tmp_path):
+def test_weights_a_run_and_a_bundle_of_a_failed_run_are_read():
     cfg = Diffusion.load(FORMATS / "weights-1/model.safetensors").cfg
     assert (cfg.objective.prediction_type, cfg.sampler.batch_guidance) == ("epsilon", False)
     assert read_run(FORMATS / "run-1").best("mae") == (14, pytest.approx(0.6428, abs=1e-4))
     (report,) = read_bundle(FORMATS / "failure-1")
-    (tmp_path / "cosmoflow.yaml").write_text(config.dump(report["settings"]))
-    assert load_settings(tmp_path / "cosmoflow.yaml").step.lr == 1e30
+    assert report["settings"]["step"]["lr"] == 1e30
 
 
 def test_a_data_folder_is_extended_with_earlier_files_kept(tmp_path):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcai import log
 from hpcai.cli import make_parser, tables
-from hpcai.cli.findings import counts, lines, pluralize, printable, verdict, write_json
+from hpcai.cli.findings import counts, failed, lines, pluralize, printable, verdict, write_json
 from hpcai.cli.progress import show_progress
 from hpcai.errors import HpcaiError
 from hpcai.stop import ignore_broken_pipe
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         ignore_broken_pipe(lambda: print(*map(printable, report_lines(outcome, args.strict)), sep="\n"))
     if args.json is not None:
         write_json(args.json, outcome.as_json())
-    return int(outcome.failed(args.strict))
+    return int(failed(outcome.findings, args.strict))
 
 
 def _check(args: argparse.Namespace) -> "Outcome":

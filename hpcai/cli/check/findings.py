@@ -115,9 +115,6 @@ class Outcome:
     splits: tuple[Summary, ...]
     figures: Mapping[str, Any]
 
-    def failed(self, strict: bool = False) -> bool:
-        return findings.failed(self.findings, strict)
-
     def as_json(self) -> dict[str, Any]:
         splits = [asdict(split) for split in self.splits]
         return {"directory": str(self.directory), "splits": splits, "figures": self.figures, **findings.as_json(self.findings)}

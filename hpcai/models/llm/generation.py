@@ -33,7 +33,7 @@ from hpcai.models.llm.gathered import (
     override_attributes,
 )
 from hpcai.models.llm.model import LLM, MLP, CausalAttention, GatedMLP, depends_on_length
-from hpcai.nn.cuda_graph import Graph, graph_factory, no_gc
+from hpcai.nn.cuda_graph import Graph, graph_factory
 from hpcai.nn.lm_head import LMHead
 from hpcai.parallel.pipeline import Pipeline
 
@@ -149,8 +149,7 @@ class Generation(Iterator[list[int | None]]):
         else:
             if span not in self._captured:
                 try:
-                    with no_gc():
-                        self._warmed_up[span].capture(step)
+                    self._warmed_up[span].capture(step)
                 except (RuntimeError, NotImplementedError) as problem:
                     reason = next(iter(str(problem).strip().splitlines()), "")
                     raise ConfigError(f"a step of generation cannot be captured: {reason}; give capture=False") from problem

@@ -4,6 +4,7 @@ import copy
 import ctypes
 import errno
 import gc
+import mmap
 import os
 import resource
 import threading
@@ -23,7 +24,6 @@ from hpcai.data import direct
 from hpcai.data.direct import ALIGN, MemoryPool, Reader
 from hpcai.data.file_cache import FileCache
 from hpcai.errors import DataError
-from tests.page_cache import resident_fraction
 from tests.unit.data.conftest import open_resources
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -59,6 +59,16 @@ def test_any_range_is_read_exactly(file: Path, ranges: list[tuple[int, int]], mo
         assert requested <= reader.transferred <= requested + 2 * len(ranges) * (2 * ALIGN + 2 * ALIGN)
         if mode == "buffered":
             assert reader.transferred == requested
+
+
+def resident_fraction(path: Path) -> float:
+    """Return the fraction of a file's pages in the page cache."""
+    size = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as view:
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+    return sum(page & 1 for page in pages) / len(pages)
 
 
 def test_direct_reads_bypass_the_page_cache(file: Path) -> None:

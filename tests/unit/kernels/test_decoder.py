@@ -86,8 +86,8 @@ def test_norms_for_matmuls_have_the_dtype_of_autocast() -> None:
 
 @pytest.fixture
 def calls(kernel_calls: Any) -> list[tuple[str, torch.dtype]]:
-    kernel_calls("rmsnorm", rms_norm=lambda x, weight, eps, dtype: rmsnorm.reference(x, weight, eps).to(dtype))
-    kernel_calls("activations", swiglu=lambda gate, up: gate)
+    kernel_calls("layernorm", rms_norm=lambda x, weight, eps, dtype: rmsnorm.reference(x, weight, eps).to(dtype))
+    kernel_calls("gates", swiglu=lambda gate, up: gate)
     recorded: list[tuple[str, torch.dtype]] = kernel_calls("rotary", apply_rotary=lambda q, k, *_: (q, k))
     return recorded
 
