@@ -349,3 +349,5 @@ class EngineConfig(Settings):
     """tokens of a block of the KV cache"""
     cache: PositiveInt | None = None
     """tokens of the KV cache; null: `texts` of the largest length, in half of the free memory at most"""
+    ahead: Annotated[int, Field(ge=1, le=7)] = 4
+    """tokens that a draft model proposes at a time"""

@@ -36,6 +36,8 @@ class Request:
     """random numbers, one of each generated token"""
     ended: bool = False
     computed: int = 0
+    drafted: int = 0
+    """the number of its tokens with keys and values of the draft model"""
     cached: int = 0
     """the number of its blocks that other texts may use"""
     blocks: list[int] = field(default_factory=list)
@@ -46,13 +48,20 @@ class Request:
         """The generated tokens, with the token of ``stop`` at which the text ended."""
         return self.tokens[len(self.prompt) :]
 
+    @property
+    def left(self) -> int:
+        """The number of tokens that ``cfg`` still allows."""
+        return self.cfg.most + len(self.prompt) - len(self.tokens)
 
-@dataclass(frozen=True)
+
+@dataclass
 class Chunk:
-    """Tokens of a request that a step computes: ``count`` from its ``computed`` on."""
+    """Tokens of a request that a step computes: ``count`` from its ``computed`` on, then up to ``ahead`` that a draft model proposes."""
 
     request: Request
     count: int
+    ahead: int = 0
+    proposed: list[int] = field(default_factory=list)
 
     @property
     def samples(self) -> bool:
@@ -62,10 +71,11 @@ class Chunk:
 
 class Scheduler:
     """Chooses the tokens of each step: texts in progress go first, in the order of their arrival, then waiting ones, up to ``most``
-    tokens of ``texts`` texts. If blocks run out, the text that came last is preempted: its blocks are given back, and it waits."""
+    tokens of ``texts`` texts. If blocks run out, the text that came last is preempted: its blocks are given back, and it waits.
+    ``ahead``: Tokens that a draft model proposes for a text in decode, at most."""
 
-    def __init__(self, blocks: BlockPool, size: int, texts: int, most: int) -> None:
-        self.blocks, self.size, self.texts, self.most = blocks, size, texts, most
+    def __init__(self, blocks: BlockPool, size: int, texts: int, most: int, ahead: int = 0) -> None:
+        self.blocks, self.size, self.texts, self.most, self.ahead = blocks, size, texts, most, ahead
         self.waiting, self.running = deque[Request](), list[Request]()
         self.preempted = self.shared = 0
         """the number of preemptions, and of tokens whose keys and values another text had computed"""
@@ -89,7 +99,8 @@ class Scheduler:
             request = self.waiting[0]
             extend_keys(request.keys, request.tokens, self.size)
             request.blocks = self.blocks.share(request.keys[: (len(request.tokens) - 1) // self.size])  # one token at least is left
-            request.computed, request.cached = len(request.blocks) * self.size, len(request.blocks)
+            request.computed = request.drafted = len(request.blocks) * self.size
+            request.cached = len(request.blocks)
             count = min(len(request.tokens) - request.computed, left)
             if not self._reserve(request, count):
                 self._release(request)
@@ -121,7 +132,8 @@ class Scheduler:
             for index in range(request.cached, full):
                 self.blocks.cache(request.blocks[index], request.keys[index])
             request.cached = full
-        return Chunk(request, count)
+        ahead = min(self.ahead, request.left - 1) if count == 1 and request.output else 0
+        return Chunk(request, count, ahead if self._reserve(request, count + ahead) else 0)
 
     def _preempt_last(self) -> Request:
         request = self.running.pop()
@@ -132,4 +144,4 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.blocks.release(request.blocks)
-        request.blocks, request.computed, request.cached = [], 0, 0
+        request.blocks, request.computed, request.drafted, request.cached = [], 0, 0, 0
