@@ -120,7 +120,7 @@ class Engine:
 
     def __init__(
         self, model: LLM, cfg: EngineConfig | None = None, *, draft: LLM | None = None, vocab_size: int | None = None,
-        pipeline: Any = None,
+        pipeline: Any = None, capture: bool = True,
     ) -> None:  # fmt: skip
         self.model, self.cfg, self.pipeline = model, cfg or EngineConfig(), active_pipeline(model, pipeline)
         self.vocab_size = min(vocab_size or model.cfg.vocabulary, model.cfg.vocabulary)
