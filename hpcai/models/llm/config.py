@@ -345,7 +345,7 @@ class EngineConfig(Settings):
     """largest number of texts that are continued at the same time"""
     tokens: PositiveInt = 1024
     """largest number of tokens of a step: prompts are computed in chunks, beside the texts that decode"""
-    block: PositiveInt = 32
+    block: PositiveInt = 16
     """tokens of a block of the KV cache"""
     cache: PositiveInt | None = None
     """tokens of the KV cache; null: `texts` of the largest length, in half of the free memory at most"""
