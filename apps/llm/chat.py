@@ -68,7 +68,8 @@ def chat(cfg: ChatConfig, mesh: Any) -> None:
                 continue
             turns = [*kept, {"role": "assistant", "content": ""}]
             seed = cfg.seed + len(turns)
-            for piece in chat_reply(model, [*system, *turns[:-1]], seed=seed, pipeline=pipeline, **cfg.sampling):
+            kwargs = {"pipeline": pipeline, "capture": cfg.capture, **cfg.sampling}
+            for piece in chat_reply(model, [*system, *turns[:-1]], seed=seed, **kwargs):
                 turns[-1]["content"] += piece
                 if mesh.is_first:
                     print(piece, end="", flush=True)

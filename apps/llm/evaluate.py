@@ -25,6 +25,8 @@ class EvaluateConfig(PromptingConfig):
     """names of tasks, groups and tags, also as patterns: arc_easy,mmlu_*"""
     include_path: Path | None = None
     """folder of further tasks, as YAML files"""
+    batch: PositiveInt = 8
+    """texts in a batch of a model replica"""
     num_fewshot: NonNegativeInt | None = None
     """examples in each context; null: as the task has it"""
     limit: PositiveInt | None = None

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -18,7 +18,9 @@ from pydantic import model_validator
 
 from apps.llm.prompting import TextConfig, load_model, read_json_lines, read_text, run_command
 from hpcai.errors import DataError
+from hpcai.models.llm import EngineConfig
 
+_ROUND = 8  # texts of a replica after which results are written
 EXPECTED = 'a line such as {"text": "Once upon"} or {"messages": [{"role": "user", "content": "Hello"}]}'
 
 
@@ -31,6 +33,8 @@ class GenerateConfig(TextConfig):
     """file with a prompt on each line; of .jsonl an object with a text, or with the messages of a chat"""
     out: Path | None = None
     """file of JSON lines for the results of `file`; null: standard output"""
+    engine: EngineConfig = EngineConfig()
+    """sizes of the engine that continues the prompts of `file`"""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -71,7 +75,7 @@ def stream_prompt(cfg: GenerateConfig, mesh: Any) -> None:
     text = cfg.prompt if cfg.prompt is not None else broadcast_object(sys.stdin.read() if mesh.is_first else "", mesh.peers)
     if mesh["replicate"].rank == 0:
         model, pipeline = load_model(cfg, mesh)
-        for piece in continue_text(model, text, seed=cfg.seed, pipeline=pipeline, **cfg.sampling):
+        for piece in continue_text(model, text, seed=cfg.seed, pipeline=pipeline, capture=cfg.capture, **cfg.sampling):
             if mesh.is_first:
                 print(piece, end="", flush=True)
         if mesh.is_first:
@@ -79,11 +83,11 @@ def stream_prompt(cfg: GenerateConfig, mesh: Any) -> None:
 
 
 def continue_file(cfg: GenerateConfig, mesh: Any) -> None:
-    """Write the continuation of each prompt of a file that has no line in ``out`` yet. Before any is generated, raises DataError
-    for a line that is no prompt or is too long for the model, and if ``out`` belongs to other prompts."""
+    """Write the continuation of each prompt of a file that has no line in ``out`` yet, in the order in which they end. Before any is
+    generated, raises DataError for a line that is no prompt or is too long for the model, and if ``out`` belongs to other prompts."""
     from hpcai.dist.collectives import all_gather_object, broadcast_object
     from hpcai.models.llm.generation import check_prompts
-    from hpcai.models.llm.text import complete_texts, prompt_tokens
+    from hpcai.models.llm.text import Completions, prompt_tokens
 
     assert cfg.file is not None
     prompts = broadcast_object(read_prompts(cfg.file) if mesh.is_first else [], mesh.peers)
@@ -106,21 +110,21 @@ def continue_file(cfg: GenerateConfig, mesh: Any) -> None:
     todo = [each for each in encoded if each[0].line not in done]
     if mesh.is_first:
         sys.stderr.write(f"{len(todo)} of {len(prompts)} texts to continue\n")
-    runs = [list(some) for _, some in groupby(todo, lambda each: "messages" in each[0].content)]
-    batches = [each[at : at + cfg.batch] for each in runs for at in range(0, len(each), cfg.batch)]
-    replicas = mesh["replicate"]
-    for first in range(0, len(batches), replicas.size):
-        local_batch = batches[first + replicas.rank] if first + replicas.rank < len(batches) else []
-        seeds, fresh = [cfg.seed + p.line for p, _ in local_batch], any("messages" in p.content for p, _ in local_batch)
-        texts = complete_texts(model, [ids for _, ids in local_batch], seed=seeds, fresh=fresh, pipeline=pipeline, **cfg.sampling)
-        records = [{"line": prompt.line, **prompt.content, "completion": text} for (prompt, _), text in zip(local_batch, texts)]
+    completions, replicas = Completions(model, cfg.engine, pipeline=pipeline, capture=cfg.capture), mesh["replicate"]
+    local = dict(enumerate(todo[replicas.rank :: replicas.size]))
+    for n, (prompt, ids) in local.items():
+        completions.add(n, ids, seed=cfg.seed + prompt.line, fresh="messages" in prompt.content, **cfg.sampling)
+    ended, count = iter(completions), len(todo)
+    while count:
+        records = [{"line": local[n][0].line, **local[n][0].content, "completion": text} for n, text in islice(ended, _ROUND)]
         gathered = all_gather_object(records if mesh.model_parallel.rank == 0 else [], mesh.peers)
-        text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for lines in gathered for line in lines)
+        lines = [f"{json.dumps(line, ensure_ascii=False)}\n" for each in gathered for line in each]
+        count -= len(lines)
         if mesh.is_first and cfg.out is None:
-            print(text, end="", flush=True)
+            print("".join(lines), end="", flush=True)
         elif mesh.is_first and cfg.out is not None:
             with cfg.out.open("a", encoding="utf-8", newline="") as file:
-                file.write(text)
+                file.write("".join(lines))
 
 
 def read_prompts(path: Path) -> list[Prompt]:

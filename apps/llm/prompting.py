@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from apps.llm.settings import AxesConfig
 from hpcai import config
-from hpcai.config import PositiveInt, Settings
+from hpcai.config import Settings
 from hpcai.errors import DataError
 from hpcai.json_file import parse_object
 from hpcai.models.llm import SamplingConfig
@@ -25,8 +25,6 @@ class PromptingConfig(Settings):
     """folder of an adapter, written by peft or a run; null: none"""
     tokenizer: Path | None = None
     """tokenizer.json or its folder; null: the one beside the weights"""
-    batch: PositiveInt = 8
-    """texts in a batch of a model replica"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """of weights and computation; auto: bf16 on a GPU with fast bf16"""
     mesh: AxesConfig = AxesConfig()
@@ -51,7 +49,7 @@ class TextConfig(PromptingConfig, SamplingConfig):
     @property
     def sampling(self) -> dict[str, Any]:
         """The keyword arguments of generation."""
-        return {"stop": self.stop, "capture": self.capture, **{name: getattr(self, name) for name in SamplingConfig.model_fields}}
+        return {"stop": self.stop, **{name: getattr(self, name) for name in SamplingConfig.model_fields}}
 
 
 def run_command(schema: type[Any], main: Callable[[Any], None], args: Sequence[str], text: str = "", advice: str = "") -> None:

@@ -28,6 +28,8 @@ class ScoreConfig(PromptingConfig):
     """folder of rows of `data_prep.text`; its validation rows are scored"""
     rows: PositiveInt | None = None
     """number of rows to score, from the first; null: all"""
+    batch: PositiveInt = 8
+    """texts in a batch of a model replica"""
     documents: Literal["apart", "joined"] = "apart"
     """apart: a token attends within its document; joined: to all before it in its row"""
     judge: Literal["all", "answers"] = "all"

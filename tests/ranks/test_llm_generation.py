@@ -11,6 +11,8 @@ from torch import nn
 from hpcai.dist.mesh import Mesh
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, Tokenizer, complete
+from hpcai.models.llm.config import EngineConfig
+from hpcai.models.llm.engine import Engine, Request
 from hpcai.nn.deferred_init import deferred, materialize
 from tests.ranks.launch import on_ranks
 
@@ -36,6 +38,15 @@ def build_model(mesh: Mesh, sizes: dict[str, Any]) -> tuple[LLM, Any]:
     return model, pipeline
 
 
+def engine_outputs(model: LLM, cfg: SamplingConfig, pipeline: Any) -> list[list[int]]:
+    """Return the tokens of an engine in whose cache the texts do not fit at the same time, and whose steps are shorter than prompts."""
+    engine = Engine(model, EngineConfig(texts=8, tokens=8, block=2, cache=16), pipeline=pipeline)
+    requests = [Request(prompt, cfg, 5 + row, [3]) for row, prompt in enumerate(PROMPTS)]
+    ended = [*engine.run(requests)]
+    assert len(ended) == len(requests) and engine.blocks.free == engine.blocks.count
+    return [request.output for request in requests]
+
+
 def generate_outputs(mesh: Mesh) -> list[Any]:
     results: list[Any] = []
     for sizes in (LLAMA | SMALL, GPT | SMALL):
@@ -43,6 +54,8 @@ def generate_outputs(mesh: Mesh) -> list[Any]:
         assert model.training
         for cfg in SAMPLING:
             results.append(complete(model, PROMPTS, cfg, stop=[3], seed=5, pipeline=pipeline))
+            results.append(engine_outputs(model, cfg, pipeline))
+            assert results[-1] == results[-2]
         results.append(llm.log_likelihoods(model, PAIRS, rows=3, pipeline=pipeline))
         results += map(list, zip(*llm.greedy_log_likelihoods(model, [*PAIRS, ([1, 2], [4])], rows=3, pipeline=pipeline)))
         results.append(llm.likelihoods(model, [1], [[2], [3, 4]], pipeline=pipeline))

@@ -5,7 +5,8 @@ from hpcai.lazy import attach
 __getattr__, __all__ = attach(
     __name__,
     {
-        ".config": ["LLMConfig", "LoRAConfig", "SamplingConfig"],
+        ".config": ["EngineConfig", "LLMConfig", "LoRAConfig", "SamplingConfig"],
+        ".engine": ["Engine", "Request"],
         ".generation": ["complete", "generate"],
         ".likelihood": ["greedy_log_likelihoods", "likelihoods", "log_likelihoods"],
         ".load": ["load_weights", "load_deferred", "save_folder"],

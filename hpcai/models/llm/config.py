@@ -336,3 +336,18 @@ class SamplingConfig(Settings):
     """nucleus sampling: keep the most probable tokens that together have this probability (Holtzman et al. 2020)"""
     min_p: UnitInterval = 0.0
     """keep tokens with at least this fraction of the largest probability"""
+
+
+class EngineConfig(Settings):
+    """Sizes of a generation engine."""
+
+    texts: PositiveInt = 64
+    """largest number of texts that are continued at the same time"""
+    tokens: PositiveInt = 1024
+    """largest number of tokens of a step: prompts are computed in chunks, beside the texts that decode"""
+    block: PositiveInt = 16
+    """tokens of a block of the KV cache"""
+    cache: PositiveInt | None = None
+    """tokens of the KV cache; null: `texts` of the largest length, in half of the free memory at most"""
+    ahead: Annotated[int, Field(ge=1, le=7)] = 4
+    """tokens that a draft model proposes at a time"""

@@ -86,9 +86,9 @@ class Generation(Iterator[list[int | None]]):
         for attention in local_attentions(model):
             cached = _CachedAttention(self.cache, local_attention(attention))
             self._overrides += [(attention, "update_cache", cached.update), (attention, "core_attention", cached)]
-        self._on_cpu = device.type == "cpu" and not _is_fully_sharded(model)  # whose weights would stay in inference mode
+        self._on_cpu = device.type == "cpu" and not is_fully_sharded(model)  # whose weights would stay in inference mode
         if self._on_cpu and self.max_tokens >= _MANY and not self._autocast["enabled"]:
-            self._overrides += _copy_weights(model)
+            self._overrides += copy_weights(model)
         _open.add(self)
 
     def __next__(self) -> list[int | None]:
@@ -182,7 +182,7 @@ class Generation(Iterator[list[int | None]]):
         if training:
             model.eval()
         if tokens.shape[1] > 1 and isinstance(model.lm_head, LMHead):
-            hook = model.lm_head.register_forward_pre_hook(_keep_last_token)
+            hook = model.lm_head.register_forward_pre_hook(keep_last_token)
         try:
             # A graph would read weights from the cache of autocast after they are freed.
             with override_attributes(self._overrides), torch.autocast(**self._autocast, cache_enabled=self.graph is None):
@@ -290,7 +290,7 @@ class _CachedAttention(CausalAttention):
 
 
 @torch.no_grad()
-def _copy_weights(model: LLM) -> list[Override]:
+def copy_weights(model: LLM) -> list[Override]:
     """Return overrides by copies of weights, of layers with the same input in one. A CPU multiplies few tokens with a column-major
     matrix of more outputs than inputs in half of the time. Weights that are sharded, quantized or adapted are left out."""
     overrides, left = list[Override](), _COPIES
@@ -311,18 +311,18 @@ def _copy_weights(model: LLM) -> list[Override]:
     return overrides
 
 
-def _is_fully_sharded(model: LLM) -> bool:
+def is_fully_sharded(model: LLM) -> bool:
     return any(hasattr(part, "unshard") for part in model.modules())
 
 
-def _keep_last_token(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def keep_last_token(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Drop all hidden states but the last: the logits of a long prompt would be the largest tensor, and only the last are used."""
     return (args[0][:, -1:], *args[1:])
 
 
 def _can_capture(model: LLM, pipeline: Pipeline | None, device: torch.device) -> bool:
     """Whether steps can be captured on this device."""
-    if device.type != "cuda" or pipeline is not None or _is_fully_sharded(model):
+    if device.type != "cuda" or pipeline is not None or is_fully_sharded(model):
         return False
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]
     return all(get_backend(device, axis) in ("nccl", "none") for axis in axes)

@@ -1,6 +1,5 @@
 """Language models under EleutherAI's lm-evaluation-harness (Gao et al. 2021): ``simple_evaluate(model=HarnessLM(model))``."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.lazy import import_optional
 from hpcai.models.llm.likelihood import greedy_log_likelihoods, log_likelihoods
 from hpcai.models.llm.model import LLM
-from hpcai.models.llm.text import complete_texts
+from hpcai.models.llm.text import Completions
 
 _api, _utils, _model_utils = (import_optional(f"lm_eval.{name}", "evaluation tasks need", "lm-eval")
                               for name in ("api.model", "utils", "models.utils"))  # fmt: skip
@@ -85,21 +84,15 @@ class HarnessLM(_api.TemplateLM):  # type: ignore[name-defined]
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context, which is truncated from its beginning if ``max_gen_toks`` tokens would not fit.
         Raises ConfigError for settings of generation that are not available."""
-        prompts, texts, groups = [self.tok_encode(request.args[0]) for request in requests], [""] * len(requests), dict[str, Any]()
-        for index in sorted(range(len(requests)), key=lambda index: -len(prompts[index])):
-            groups.setdefault(json.dumps(requests[index].args[1], sort_keys=True), []).append(index)
-        for settings, indices in groups.items():
-            kwargs = self._sampling(json.loads(settings))
-            for batch in (indices[start : start + self.batch_size] for start in range(0, len(indices), self.batch_size)):
-                contexts = [(prompts[index] or [self.prefix_token_id])[kwargs["most"] - self.max_length :] for index in batch]
-                seeds = [self.seed + index * self.world_size + self.rank for index in batch]
-                completed = complete_texts(self.model, contexts, seed=seeds, fresh=True, pipeline=self.pipeline, **kwargs)
-                for index, text in zip(batch, completed):
-                    texts[index] = text
-        return texts
+        completions = Completions(self.model, pipeline=self.pipeline)
+        for index, request in enumerate(requests):
+            kwargs = self._sampling(request.args[1])
+            prompt = (self.tok_encode(request.args[0]) or [self.prefix_token_id])[kwargs["most"] - self.max_length :]
+            completions.add(index, prompt, seed=self.seed + index * self.world_size + self.rank, fresh=True, **kwargs)
+        return [text for _, text in sorted(completions)]
 
     def _sampling(self, gen_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of ``complete_texts`` for those of a task."""
+        """Return the keyword arguments of ``Completions.add`` for those of a task."""
         kwargs = _model_utils.normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)
         most, is_greedy, stop = kwargs.pop("max_gen_toks"), not kwargs.pop("do_sample"), [*filter(None, kwargs.pop("until"))]
         if kwargs.pop("num_beams", 1) != 1 or kwargs.keys() - _SAMPLING:

@@ -12,7 +12,8 @@ from typing import Any
 
 from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import read_object
-from hpcai.models.llm.config import SamplingConfig
+from hpcai.models.llm.config import EngineConfig, SamplingConfig
+from hpcai.models.llm.engine import Engine, Request
 from hpcai.models.llm.generation import Generation, generate
 from hpcai.models.llm.model import LLM
 from hpcai.models.llm.tokenizer import CONTENT, Tokenizer
@@ -37,14 +38,14 @@ class Text:
 
 
 def continue_text(model: LLM, prompts: str | Sequence[str], **kwargs: Any) -> Any:
-    """Continue a prompt as a ``Text``, or a list of prompts, in one batch, as a list of str.
+    """Continue a prompt as a ``Text``, or a list of prompts as a list of str.
 
     ``kwargs``: fields of ``SamplingConfig``; ``stop``, strings or special tokens before which a text ends; ``seed``, to
     which the index of the prompt is added; ``pipeline`` as ``build_pipeline`` returns it. Collective over all ranks of a sharded
     model. Raises DataError for a prompt without tokens, or too long for the model.
     """
     if isinstance(prompts, str):
-        return stream(model, [prompt_tokens(model, prompts)], **kwargs)
+        return stream(model, prompt_tokens(model, prompts), **kwargs)
     return complete_texts(model, [prompt_tokens(model, prompt) for prompt in prompts], **kwargs)
 
 
@@ -53,7 +54,7 @@ def chat_reply(model: LLM, messages: Sequence[Mapping[str, Any]], **kwargs: Any)
     ``continue_text``. Raises DataError if the tokenizer has no chat template, or the template rejects the messages."""
     chat = model.tokenizer.chat
     if not messages or isinstance(messages[0], Mapping):
-        return stream(model, [chat(messages, True)[0]], fresh=True, **kwargs)
+        return stream(model, chat(messages, True)[0], fresh=True, **kwargs)
     return complete_texts(model, [chat(conversation, True)[0] for conversation in messages], fresh=True, **kwargs)
 
 
@@ -68,39 +69,71 @@ def start_tokens(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.prefix or special[:1]
 
 
-def stream(model: LLM, prompts: Sequence[Sequence[int]], **kwargs: Any) -> Text:
+def stream(
+    model: LLM, prompt: Sequence[int], stop: str | Sequence[str] = (), seed: int = 0, fresh: bool = False, pipeline: Any = None,
+    capture: bool = True, **sampling: Any,
+) -> Text:  # fmt: skip
     """Return the ``Text`` after the tokens of one prompt."""
-    return Text(piece for (piece,) in _generate_pieces(model, prompts, **kwargs) if piece)
+    ends, streamer = _streamer(model, prompt, stop, fresh)
+    kwargs = {"vocab_size": model.tokenizer.size, "pipeline": pipeline, "capture": capture}
+    generation = generate(model, [prompt], SamplingConfig(**sampling), ends, seed, **kwargs)
+    return Text(filter(None, _stream_pieces(generation, streamer)))
 
 
-def complete_texts(model: LLM, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[str]:
-    """Return the texts after the tokens of each prompt."""
-    if not prompts:
-        return []
-    return ["".join(pieces) for pieces in zip(*_generate_pieces(model, prompts, **kwargs))]
+def _stream_pieces(generation: Generation, streamer: "TextStreamer") -> Iterator[str]:
+    for (token,) in generation:
+        yield streamer.add(token)
+        generation.ended[0] |= streamer.ended
+    yield streamer.finish()
 
 
-def _generate_pieces(
-    model: LLM, prompts: Sequence[Sequence[int]], stop: str | Sequence[str] = (), seed: int | Sequence[int] = 0,
-    fresh: bool = False, pipeline: Any = None, capture: bool = True, **sampling: Any,
-) -> Iterator[list[str]]:  # fmt: skip
-    """Generate pieces of each text, which may be empty. ``fresh``: the texts are messages, and continue no word of a prompt."""
+def complete_texts(
+    model: LLM, prompts: Sequence[Sequence[int]], seed: int = 0, pipeline: Any = None, capture: bool = True, **kwargs: Any
+) -> list[str]:
+    """Return the texts after the tokens of each prompt. ``kwargs`` as for ``Completions.add``."""
+    completions = Completions(model, pipeline=pipeline, capture=capture)
+    for n, prompt in enumerate(prompts):
+        completions.add(n, prompt, seed=seed + n, **kwargs)
+    return [text for _, text in sorted(completions)]
+
+
+class Completions:
+    """Texts after many prompts, by an engine. Iterate over pairs of name and text: each as soon as it ends.
+
+    ``kwargs``: Arguments of ``Engine``."""
+
+    def __init__(self, model: LLM, cfg: EngineConfig | None = None, **kwargs: Any) -> None:
+        self._engine = Engine(model, cfg, vocab_size=model.tokenizer.size, **kwargs)
+        self._streamers: dict[Any, tuple[TextStreamer, list[str]]] = {}
+
+    def add(
+        self, name: Any, prompt: Sequence[int], stop: str | Sequence[str] = (), seed: int = 0, fresh: bool = False, **sampling: Any
+    ) -> None:
+        """Add the tokens of a prompt. ``fresh``: its text is a message, and continues no word of the prompt. ``sampling``: Fields of
+        ``SamplingConfig``."""
+        ends, streamer = _streamer(self._engine.model, prompt, stop, fresh)
+        self._engine.add(Request(prompt, SamplingConfig(**sampling), seed, ends, name=name))
+        self._streamers[name] = streamer, []
+
+    def __iter__(self) -> Iterator[tuple[Any, str]]:
+        while self._engine.unfinished:
+            for request in self._engine.step():
+                streamer, pieces = self._streamers[request.name]
+                pieces += map(streamer.add, request.output[streamer.count :])
+                if streamer.ended and not request.ended:
+                    self._engine.end(request)
+                if request.ended:
+                    del self._streamers[request.name]
+                    yield request.name, "".join(pieces) + streamer.finish()
+
+
+def _streamer(model: LLM, prompt: Sequence[int], stop: str | Sequence[str], fresh: bool) -> tuple[set[int], "TextStreamer"]:
+    """Return the tokens that end a text, and its streamer."""
     tokenizer, ends, stops = model.tokenizer, stop_tokens(model), [stop] if isinstance(stop, str) else [*stop]
-    ends |= tokenizer.turn_ends if fresh else set()
     if not all(stops):
         raise ConfigError("stop: an empty string, which would end every text at once; leave it out")
-    ends |= {token for token in tokenizer.special if tokenizer.decode([token]) in stops}
-    kwargs = {"vocab_size": tokenizer.size, "pipeline": pipeline, "capture": capture}
-    generation = generate(model, prompts, SamplingConfig(**sampling), ends, seed, **kwargs)
-    return _stream_pieces(generation, [TextStreamer(tokenizer, ends, stops, () if fresh else prompt) for prompt in prompts])
-
-
-def _stream_pieces(generation: Generation, streamers: list["TextStreamer"]) -> Iterator[list[str]]:
-    for tokens in generation:
-        yield [streamer.add(token) for streamer, token in zip(streamers, tokens)]
-        for n, streamer in enumerate(streamers):
-            generation.ended[n] |= streamer.ended
-    yield [streamer.finish() for streamer in streamers]
+    ends |= {token for token in tokenizer.special if tokenizer.decode([token]) in stops} | (tokenizer.turn_ends if fresh else set())
+    return ends, TextStreamer(tokenizer, ends, stops, () if fresh else prompt)
 
 
 class TextStreamer:
@@ -109,11 +142,14 @@ class TextStreamer:
 
     def __init__(self, tokenizer: Tokenizer, ends: Collection[int], stops: Sequence[str], prompt: Sequence[int] = ()) -> None:
         self._stream, self._ends, self._stops, self._pending, self.ended = tokenizer.stream(True), ends, stops, "", False
+        self.count = 0
+        """the number of tokens of the text so far"""
         for token in prompt:
             self._stream.add(token)
 
     def add(self, token: int | None) -> str:
         """Return the text that is final after ``token``; a possible beginning of a stop string is held back."""
+        self.count += 1
         if token is None or self.ended or token in self._ends:
             return ""
         return self._emit(self._pending + self._stream.add(token))

@@ -27,7 +27,7 @@ from data_prep import text
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MeshError
 from hpcai.models import llm
-from hpcai.models.llm import LLM, LLMConfig, LoRAConfig, Tokenizer, adapt, save_adapter
+from hpcai.models.llm import LLM, EngineConfig, LLMConfig, LoRAConfig, Tokenizer, adapt, save_adapter
 from hpcai.models.llm.text import start_tokens
 from tests.ranks.launch import on_ranks
 from tests.reference_data import load_json
@@ -91,18 +91,22 @@ def test_a_prompt_is_literal_text(prompt: str, home: Path, command: Any) -> None
 
 def test_a_file_of_prompts_is_completed_by_line_and_resumed(home: Path, tmp_path: Path, command: Any) -> None:
     path, out, model = write_jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "deep" / "out.jsonl", LLM.load(home)
-    args = command_args(weights=home, file=path, batch=2)
+    args = command_args(weights=home, file=path) + ["engine.texts=2"]
     expected = [
         {"line": n, **prompt, "completion": str(model.generate(prompt["text"], temperature=1.3, top_k=40, most=12, seed=n))}
         for n, prompt in enumerate(PROMPTS, 1)
     ]
     assert "5 of 5 texts" in command(generate.run, *args, f"out={out}")[1]
     complete = out.read_text()
-    assert [json.loads(line) for line in complete.splitlines()] == expected
+    assert sorted(map(json.loads, complete.splitlines()), key=lambda row: row["line"]) == expected
     assert command(generate.run, *args)[0] == complete
-    out.write_text(complete[: complete.index("four")])  # in the middle of a line
-    assert "2 of 5 texts" in command(generate.run, *args, f"out={out}")[1] and out.read_text() == complete
-    assert "0 of 5 texts" in command(generate.run, *args, f"out={out}")[1] and out.read_text() == complete
+    cut = complete[: -len(complete.splitlines()[-1]) // 2]  # in the middle of a line
+    left = 5 - cut.count("\n")
+    out.write_text(cut)
+    assert f"{left} of 5 texts" in command(generate.run, *args, f"out={out}")[1]
+    resumed = out.read_text()
+    assert sorted(resumed.splitlines()) == sorted(complete.splitlines()) and resumed.startswith(cut[: cut.rindex("\n")])
+    assert "0 of 5 texts" in command(generate.run, *args, f"out={out}")[1] and out.read_text() == resumed
     write_jsonl(path, [*PROMPTS[:2], {"text": "another"}])
     assert "out.jsonl: line 3: belongs to no prompt of" in command(generate.run, *args, f"out={out}", code=1)[1]
 
@@ -140,13 +144,14 @@ def test_sharded_generation_equals_unsharded(home: Path, tmp_path: Path) -> None
     nn.init.normal_(model.model.layers[1].self_attn.v_proj.adapter.lora_B.weight, std=0.5)  # type: ignore[union-attr]
     save_adapter(model, cfg, tmp_path / "adapter")
     path = write_jsonl(tmp_path / "p.jsonl", PROMPTS)
-    settings: dict[str, Any] = {"most": 10, "temperature": 1.3, "file": path, "batch": 2, "precision": "fp32"}
+    settings: dict[str, Any] = {"most": 10, "temperature": 1.3, "file": path, "engine": EngineConfig(texts=2), "precision": "fp32"}
     for number, adapter in enumerate((None, tmp_path / "adapter")):
         unsharded = GenerateConfig(**settings, weights=home, adapter=adapter, out=tmp_path / f"unsharded{number}")
         sharded = unsharded.model_copy(update={"out": tmp_path / f"sharded{number}", "mesh": AxesConfig(**axes)})
-        assert on_ranks(axes, complete_file, sharded)[0] == complete_file(Mesh({}), unsharded)
-    completion = json.loads((tmp_path / "unsharded1").read_text().splitlines()[0])["completion"]
-    assert completion == str(model.eval().generate(PROMPTS[0]["text"], most=10, temperature=1.3, seed=1))  # type: ignore[arg-type]
+        lines = [sorted(text.splitlines()) for text in (on_ranks(axes, complete_file, sharded)[0], complete_file(Mesh({}), unsharded))]
+        assert lines[0] == lines[1] and len(lines[0]) == len(PROMPTS)
+    completions = {row["line"]: row["completion"] for row in map(json.loads, (tmp_path / "unsharded1").read_text().splitlines())}
+    assert completions[1] == str(model.eval().generate(PROMPTS[0]["text"], most=10, temperature=1.3, seed=1))  # type: ignore[arg-type]
     assert (tmp_path / "unsharded0").read_text() != (tmp_path / "unsharded1").read_text()
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.llm import LLM, LLMConfig, Tokenizer, load_deferred, text
+from hpcai.models.llm import LLM, Engine, LLMConfig, Tokenizer, load_deferred, text
 from hpcai.models.llm.load import read_settings
 from hpcai.models.llm.text import TextStreamer
 from hpcai.nn.deferred_init import deferred, materialize
@@ -98,10 +98,17 @@ def test_a_partial_stop_is_held_back_until_it_differs() -> None:
     assert other.add(ord("a")) == "a" and other.add(ord("z")) == "", "also an end token that is not special"
 
 
-def test_texts_of_a_batch_end_independently(scripted: Any) -> None:
-    generation = scripted([*b"one.two"], [*b"three"], [*b"four."] + [256])
+def test_texts_of_a_list_end_independently(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts, steps = ([*b"one.two"], [*b"three", 256], [*b"four.", 256]), list[int]()
+
+    def sample(engine: Engine, rows: Any, logits: torch.Tensor) -> torch.Tensor:
+        steps.append(len(rows))
+        tokens = [scripts[request.name][len(request.output)] for request, _ in rows]
+        return torch.tensor([tokens, [0.0] * len(tokens)], dtype=torch.float64)
+
+    monkeypatch.setattr(Engine, "_sample", sample)
     assert new_model(Tokenizer.byte_level()).generate(["a", "b", "c"], stop=".") == ["one", "three", "four"]
-    assert generation.ended == [True, False, True] and generation.steps == 7
+    assert steps == [3, 3, 3, 3, 2, 1]
     assert new_model(Tokenizer.byte_level()).generate([]) == []
     with pytest.raises(ConfigError, match="stop: an empty string"):
         new_model(Tokenizer.byte_level()).generate("a", stop=["x", ""])
