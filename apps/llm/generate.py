@@ -83,8 +83,8 @@ def stream_prompt(cfg: GenerateConfig, mesh: Any) -> None:
 
 
 def continue_file(cfg: GenerateConfig, mesh: Any) -> None:
-    """Write the continuation of each prompt of a file that has no line in ``out`` yet, in the order in which they end. Before any is
-    generated, raises DataError for a line that is no prompt or is too long for the model, and if ``out`` belongs to other prompts."""
+    """Write the continuation of each prompt of a file that has no line in ``out`` yet, in the order in which they end. Before any
+    is generated, raises DataError for a line that is no prompt or is too long for the model, and if ``out`` belongs to others."""
     from hpcai.dist.collectives import all_gather_object, broadcast_object
     from hpcai.models.llm.generation import check_prompts
     from hpcai.models.llm.text import Completions, prompt_tokens

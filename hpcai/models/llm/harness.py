@@ -87,8 +87,8 @@ class HarnessLM(_api.TemplateLM):  # type: ignore[name-defined]
         completions = Completions(self.model, pipeline=self.pipeline)
         for index, request in enumerate(requests):
             kwargs = self._sampling(request.args[1])
-            prompt = (self.tok_encode(request.args[0]) or [self.prefix_token_id])[kwargs["most"] - self.max_length :]
-            completions.add(index, prompt, seed=self.seed + index * self.world_size + self.rank, fresh=True, **kwargs)
+            prompt: Any = self.tok_encode(request.args[0]) or [self.prefix_token_id]
+            completions.add(index, prompt[kwargs["most"] - self.max_length :], seed=self.seed + index * self.world_size + self.rank, fresh=True, **kwargs)
         return [text for _, text in sorted(completions)]
 
     def _sampling(self, gen_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -109,8 +109,8 @@ class Completions:
     def add(
         self, name: Any, prompt: Sequence[int], stop: str | Sequence[str] = (), seed: int = 0, fresh: bool = False, **sampling: Any
     ) -> None:
-        """Add the tokens of a prompt. ``fresh``: its text is a message, and continues no word of the prompt. ``sampling``: Fields of
-        ``SamplingConfig``."""
+        """Add the tokens of a prompt. ``fresh``: its text is a message, and continues no word of the prompt. ``sampling``: fields
+        of ``SamplingConfig``."""
         ends, streamer = _streamer(self._engine.model, prompt, stop, fresh)
         self._engine.add(Request(prompt, SamplingConfig(**sampling), seed, ends, name=name))
         self._streamers[name] = streamer, []

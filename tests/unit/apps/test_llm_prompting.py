@@ -148,7 +148,8 @@ def test_sharded_generation_equals_unsharded(home: Path, tmp_path: Path) -> None
     for number, adapter in enumerate((None, tmp_path / "adapter")):
         unsharded = GenerateConfig(**settings, weights=home, adapter=adapter, out=tmp_path / f"unsharded{number}")
         sharded = unsharded.model_copy(update={"out": tmp_path / f"sharded{number}", "mesh": AxesConfig(**axes)})
-        lines = [sorted(text.splitlines()) for text in (on_ranks(axes, complete_file, sharded)[0], complete_file(Mesh({}), unsharded))]
+        texts = on_ranks(axes, complete_file, sharded)[0], complete_file(Mesh({}), unsharded)
+        lines = [sorted(text.splitlines()) for text in texts]
         assert lines[0] == lines[1] and len(lines[0]) == len(PROMPTS)
     completions = {row["line"]: row["completion"] for row in map(json.loads, (tmp_path / "unsharded1").read_text().splitlines())}
     assert completions[1] == str(model.eval().generate(PROMPTS[0]["text"], most=10, temperature=1.3, seed=1))  # type: ignore[arg-type]

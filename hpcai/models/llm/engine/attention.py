@@ -1,9 +1,9 @@
 """Attention to a paged KV cache.   T tokens of a step, H heads, D channels, K KV heads, G = H/K, P tokens of a block
 
-Tokens of a step lie one after another: first the queries, of texts with few new tokens, then the chunks of texts in prefill. Queries
-attend to the blocks of the pool where they lie, without a copy: each block with its R queries. The results of all blocks of a query
-are merged by their sums of exponentials (Dao et al. 2023, "Flash-Decoding"). A block of several texts, such as of a common prompt, is
-read once for all of them (Juravsky et al. 2024, "Hydragen").
+Tokens of a step lie one after another: first the queries, of texts with few new tokens, then the chunks of texts in prefill.
+Queries attend to the blocks of the pool where they lie, without a copy: each block with its R queries. The results of all blocks of
+a query are merged by their sums of exponentials (Dao et al. 2023, "Flash-Decoding"). A block of several texts, such as of a common
+prompt, is read once for all of them (Juravsky et al. 2024, "Hydragen").
 """
 
 from collections.abc import Sequence
@@ -74,17 +74,17 @@ class QueryTable:
             single = {block: single.get(block, []) for block in range(used)}
         rows = np.full((len(queries), max(position // size + 1 for _, position in queries)), -1)
         self.groups, count = list[Group](), 0
-        for blocks in filter(None, (single, shared)):
-            most = max(map(len, blocks.values()))
-            numbers, offsets = np.zeros((len(blocks), most), int), np.full((len(blocks), most), -1)
-            for row, pairs in enumerate(blocks.values()):
+        for part in filter(None, (single, shared)):
+            most = max(map(len, part.values()))
+            numbers, offsets = np.zeros((len(part), most), int), np.full((len(part), most), -1)
+            for row, pairs in enumerate(part.values()):
                 for column, (query, index) in enumerate(pairs):
                     numbers[row, column], offsets[row, column] = query, queries[query][1] - index * size
                     rows[query, index] = count + row * most + column
-            is_dense = blocks is single and len(blocks) == used
-            where: Any = slice(used) if is_dense else device_tensor([*blocks], device)
+            is_dense = part is single and len(part) == used
+            where: Any = slice(used) if is_dense else device_tensor([*part], device)
             self.groups.append(Group(where, device_tensor(numbers, device), device_tensor(offsets, device)))
-            count += len(blocks) * most
+            count += len(part) * most
         rows[rows < 0] = count
         self.rows = device_tensor(rows, device)
 
@@ -187,7 +187,8 @@ class PagedAttention(CausalAttention):
         layout, args = self.layout, (self.window, self.softcap, sinks)
         parts, first = list[Tensor](), layout.queries
         if first:
-            y = paged_attention(q[0, :, :first].transpose(0, 1), *self.pools, layout.table, *args)
+            keys, values = self.pools
+            y = paged_attention(q[0, :, :first].transpose(0, 1), keys, values, layout.table, *args)
             parts.append(y.transpose(0, 1)[None])
         for before, count, blocks in layout.prefill:
             own = [x[:, :, first : first + count] for x in (q, k, v)]

@@ -1,7 +1,8 @@
 """A generation engine: many texts at once, each with its own prompt, sampling and length, over a paged KV cache.
 
     engine = Engine(model)
-    for request in engine.run(Request(prompt, SamplingConfig(most=200, temperature=1.0), seed=n) for n, prompt in enumerate(prompts)):
+    cfg = SamplingConfig(most=200, temperature=1.0)
+    for request in engine.run(Request(prompt, cfg, seed=n) for n, prompt in enumerate(prompts)):
         print(request.output)
 
 T tokens of a step, N of which logits are needed, V vocabulary entries
@@ -111,11 +112,12 @@ class Engine:
     """Continues texts by continuous batching. A text depends on its prompt, sampling and seed only, to rounding: other texts of its
     steps change neither its random numbers nor its tokens.
 
-    ``draft``: A small model with the same tokens, which proposes ``cfg.ahead`` tokens of each text (Leviathan et al. 2023): those that
-    ``model`` samples as well are taken, so that it changes no token. ``vocab_size``: Sample from the first so many vocabulary entries
-    only. Collective over all ranks of a sharded model, which get the same requests; ``pipeline`` as ``build_pipeline`` returns it,
-    whose stages compute different texts at the same time. The weights may change between texts; call ``reset`` then. Raises
-    ConfigError for a stage without ``pipeline``, a draft model beside it or with other tokens, and a cache smaller than a block.
+    ``draft``: A small model with the same tokens, which proposes ``cfg.ahead`` tokens of each text (Leviathan et al. 2023): those
+    that ``model`` samples as well are taken, so that it changes no token. ``vocab_size``: Sample from the first so many vocabulary
+    entries only. Collective over all ranks of a sharded model, which get the same requests; ``pipeline`` as ``build_pipeline``
+    returns it, whose stages compute different texts at the same time. The weights may change between texts; call ``reset`` then.
+    Raises ConfigError for a stage without ``pipeline``, a draft model beside it or with other tokens, and a cache smaller than a
+    block.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class Engine:
     def reset(self) -> None:
         """Take account of changed weights: no text shares earlier keys and values. Raises ConfigError while texts are continued."""
         if self.unfinished:
-            raise ConfigError(f"{self.unfinished} texts are not finished, whose keys and values are of earlier weights; end them first")
+            raise ConfigError(f"{self.unfinished} texts are not finished: their keys and values are of earlier weights; end them first")
         self.blocks.clear_cache()
         for each in self._models:
             each.refresh()
@@ -244,7 +246,7 @@ class Engine:
     def _exchange(self, outputs: dict[int, Tensor]) -> None:
         """Send the outputs of the local stages to the next ones, for the next step."""
         assert self.pipeline is not None
-        ranks, axis, operations = self.pipeline.rank_of, self.pipeline.axis, []
+        ranks, axis, operations = self.pipeline.rank_of, self.pipeline.axis, list[tuple[Any, Tensor, int]]()
         for stage, (step, rank, other) in enumerate(zip(self._steps, ranks, ranks[1:])):
             if step is None:
                 continue

@@ -1,8 +1,8 @@
 """Continuous batching (Yu et al. 2022, "Orca"): the tokens of each step of a generation engine.
 
-A text has tokens, of which the first ``computed`` have keys and values in the cache. Each step computes some of the others; when all
-are computed, the next token is sampled. Prefill in chunks (Agrawal et al. 2023, "Sarathi"), decode, a prefix of another text and the
-return of a preempted text are therefore one case.
+A text has tokens, of which the first ``computed`` have keys and values in the cache. Each step computes some of the others; when
+all are computed, the next token is sampled. Prefill in chunks (Agrawal et al. 2023, "Sarathi"), decode, a prefix of another text and
+the return of a preempted text are therefore one case.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ Processor = Callable[[Sequence[int], Tensor], Tensor]
 
 @dataclass(eq=False)
 class Request:
-    """A text to continue, and its state. ``processor(tokens, logits [V])``: Returns changed logits of the token after ``tokens``."""
+    """A text to continue, and its state. ``processor(tokens, logits [V])`` returns changed logits of the token after ``tokens``."""
 
     prompt: Sequence[int]
     cfg: SamplingConfig
@@ -56,7 +56,7 @@ class Request:
 
 @dataclass
 class Chunk:
-    """Tokens of a request that a step computes: ``count`` from its ``computed`` on, then up to ``ahead`` that a draft model proposes."""
+    """Tokens of a request that a step computes: ``count`` from its ``computed`` on, and up to ``ahead`` of a draft model."""
 
     request: Request
     count: int
