@@ -39,7 +39,7 @@ def build_model(mesh: Mesh, sizes: dict[str, Any]) -> tuple[LLM, Any]:
 
 
 def engine_outputs(model: LLM, cfg: SamplingConfig, pipeline: Any) -> list[list[int]]:
-    """Return the tokens of an engine whose cache does not hold all texts at the same time, and whose steps are shorter than prompts."""
+    """Return the tokens of an engine whose cache does not hold all texts, and whose steps are shorter than prompts."""
     engine = Engine(model, EngineConfig(texts=8, tokens=8, block=2, cache=16), pipeline=pipeline)
     requests = [Request(prompt, cfg, 5 + row, [3]) for row, prompt in enumerate(PROMPTS)]
     ended = [*engine.run(requests)]

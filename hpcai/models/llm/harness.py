@@ -86,9 +86,9 @@ class HarnessLM(_api.TemplateLM):  # type: ignore[name-defined]
         Raises ConfigError for settings of generation that are not available."""
         completions = Completions(self.model, pipeline=self.pipeline)
         for index, request in enumerate(requests):
-            kwargs = self._sampling(request.args[1])
+            kwargs, seed = self._sampling(request.args[1]), self.seed + index * self.world_size + self.rank
             prompt: Any = self.tok_encode(request.args[0]) or [self.prefix_token_id]
-            completions.add(index, prompt[kwargs["most"] - self.max_length :], seed=self.seed + index * self.world_size + self.rank, fresh=True, **kwargs)
+            completions.add(index, prompt[kwargs["most"] - self.max_length :], seed=seed, fresh=True, **kwargs)
         return [text for _, text in sorted(completions)]
 
     def _sampling(self, gen_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Continuous batching (Yu et al. 2022, "Orca"): the tokens of each step of a generation engine.
 
 A text has tokens, of which the first ``computed`` have keys and values in the cache. Each step computes some of the others; when
-all are computed, the next token is sampled. Prefill in chunks (Agrawal et al. 2023, "Sarathi"), decode, a prefix of another text and
-the return of a preempted text are therefore one case.
+all are computed, the next token is sampled. Prefill in chunks (Agrawal et al. 2023, "Sarathi"), decode, a prefix of another text
+and the return of a preempted text are therefore one case.
 """
 
 from collections import deque
