@@ -23,7 +23,7 @@ from hpcai.dist.collectives import all_reduce_min
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 from hpcai.models.llm.config import EngineConfig, SamplingConfig
-from hpcai.models.llm.engine.attention import FEW, Layout, PagedAttention, Span
+from hpcai.models.llm.engine.attention import FEW, Layout, PagedAttention, Span, device_tensor
 from hpcai.models.llm.engine.blocks import BlockPool
 from hpcai.models.llm.engine.scheduler import Chunk, Request, Scheduler
 from hpcai.models.llm.gathered import (
@@ -157,7 +157,7 @@ class Engine:
     def reset(self) -> None:
         """Take account of changed weights: no text shares earlier keys and values. Raises ConfigError while texts are continued."""
         if self.unfinished:
-            raise ConfigError(f"{self.unfinished} texts are not finished: their keys and values are of earlier weights; end them first")
+            raise ConfigError(f"{self.unfinished} texts are not finished, and have keys of earlier weights; end them first")
         self.blocks.clear_cache()
         for each in self._models:
             each.refresh()
@@ -309,7 +309,7 @@ class Engine:
             seen = torch.zeros(len(place), logits.shape[1] * (cfg.repetition != 1), dtype=torch.bool, device=logits.device)
             if cfg.repetition != 1:
                 for index, n in enumerate(place):
-                    seen[index, [*rows[n][0].tokens, *rows[n][1]]] = True
+                    seen[index].index_fill_(0, device_tensor([*rows[n][0].tokens, *rows[n][1]], logits.device), True)
             uniforms = [rows[n][0].uniforms[len(rows[n][0].output) + len(rows[n][1])] for n in place]
             tokens = sample_tokens(chosen, seen, cfg, uniforms)
             scaled = chosen.double() / (cfg.temperature or 1.0)

@@ -16,7 +16,7 @@ from tests.ranks.language_model import MODELS
 GREEDY = SamplingConfig(most=12)
 SAMPLED = SamplingConfig(most=12, temperature=1.2, top_k=12, top_p=0.95, min_p=0.01, repetition=1.1)
 SIZES = {
-    "one step": {}, "chunks": {"texts": 5, "tokens": 7, "block": 4},
+    "one step": {"block": 40}, "chunks": {"texts": 5, "tokens": 7, "block": 4},
     "preempted": {"texts": 20, "tokens": 16, "block": 4, "cache": 36}, "one token": {"tokens": 1, "block": 1},
 }  # fmt: skip
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_continued_is_refused() -> None:
             Engine(model).add(Request(prompt, GREEDY))
     with pytest.raises(ConfigError, match="3 tokens and 12 further ones does not fit into a cache of 8 tokens; set engine.cache"):
         Engine(model, EngineConfig(block=4, cache=8)).add(Request([1, 2, 3], GREEDY))
-    with pytest.raises(ConfigError, match="a cache of 8 tokens is less than a block of 32"):
+    with pytest.raises(ConfigError, match="a cache of 8 tokens is less than a block of 16"):
         Engine(model, EngineConfig(cache=8))
     with pytest.raises(ConfigError, match="a draft model of 20 vocabulary entries, the model has 25"):
         Engine(model, draft=LLM(LLMConfig(**MODELS["llama"] | {"vocabulary": 20})))
