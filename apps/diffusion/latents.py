@@ -3,6 +3,7 @@
 L channels of a latent, h w its pixels, N tokens of a text, J channels of a token
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from apps.diffusion.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Selection
 from hpcai.data.index import INDEX, read_index
-from hpcai.data.splits import Samples
-from hpcai.errors import DataError
+from hpcai.data.splits import Samples, group_by_shape
+from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, LatentsConfig
 from hpcai.programs import command_of
 
+logger = logging.getLogger(__name__)
 REMEDY = f"make data with: {command_of('data_prep.latents')}, or set data.directory"
 _EMPTY_TEXT = "nothing.npz"
 
@@ -36,8 +38,8 @@ class EncodedImages(Samples):
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
-        tokens, pooled, level = (values.get(name) for name in ("tokens", "pooled", "level"))
-        return Batch(values["moments"], number, when, tokens=tokens, pooled=pooled, level=level)
+        texts = {name: values.get(name) for name in ("tokens", "pooled", "sizes", "level")}
+        return Batch(values["moments"], number, when, **texts)
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -52,7 +54,8 @@ def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str,
     if metadata["latents"] != channels:
         has = f"latents of {metadata['latents']} channels, made by {metadata['vae']}"
         raise DataError(f"{folder}: {has}; the network of model expects {channels}. Encode the images with another autoencoder")
-    fields: dict[str, Any] = {"moments": ("float16", (2 * channels, *metadata["size"]))}
+    sides = (None, None) if metadata.get("buckets") else metadata["size"]
+    fields: dict[str, Any] = {"moments": ("float16", (2 * channels, *sides))}
     for name in ("tokens", "pooled"):
         expected = getattr(network, name, None)
         if expected is None:
@@ -65,7 +68,26 @@ def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str,
         fields[name] = ("float16", tuple(stored) if isinstance(stored, list) else (stored,))
     if getattr(network, "field", 0) or getattr(network, "parameters", 0) or getattr(network, "classes", None):
         raise DataError(f"{folder}: latents with texts; the network of model also expects fields, parameters or classes")
+    if getattr(network, "sizes", 0):
+        if "sizes" not in metadata.get("fields", {}):
+            command = f"{command_of('data_prep.latents')} convert SOURCE OUT --model DIR"
+            raise DataError(f"{folder}: no sizes of images, which the network of model takes; encode images anew with: {command}")
+        fields["sizes"] = ("int64", (6,))
     return fields | ({"level": ("int64", ())} if "level" in metadata.get("fields", {}) else {})
+
+
+def group_by_bucket(cfg: Config, rows: Rows, box: Sequence[slice]) -> tuple[np.ndarray, list[str]]:
+    """Return the bucket of each image [N], and the sides of their latents. Raises ConfigError for settings that need one size."""
+    refused = {"model.dit": cfg.model.dit is not None, "data.shards": cfg.data.shards > 1, "mesh.height": bool(box),
+               "data.scored": cfg.data.scored is not None}  # fmt: skip
+    if named := [name for name, value in refused.items() if value]:
+        text = f"its latents have {len(rows.metadata['buckets'])} sizes, of buckets, and {named[0]} is for one"
+        raise ConfigError(f"{rows.folder}: {text}; leave it out, or make data without --buckets")
+    groups, shapes = group_by_shape(rows, "moments")
+    sides = [" x ".join(map(str, shape[1:])) for shape in shapes]
+    counts = ", ".join(f"{side} ({count})" for side, count in zip(sides, np.bincount(groups).tolist()))
+    logger.info("%s: sides of latents, each in batches of its own: %s", rows.folder.name, counts)
+    return groups, sides
 
 
 def latent_channels(model: DiffusionConfig) -> int:

@@ -133,6 +133,14 @@ def row_shards(rows: Rows, shards: int) -> np.ndarray:
     return np.array([of_file[rows.locate(index)[0]] for index in range(len(rows))])
 
 
+def group_by_shape(rows: Rows, name: str) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+    """Return the group of each sample [N] whose field has the same shape, and the shapes of the groups. A file has one shape."""
+    counts = np.asarray(rows.catalog.rows)
+    shapes = [rows.shape(int(first), name) for first in np.cumsum(counts) - counts]
+    unique = sorted(set(shapes))
+    return np.repeat([unique.index(shape) for shape in shapes], counts), unique
+
+
 @contextmanager
 def training_statistics(directory: Path, of: str, remedy: str) -> Iterator[dict[str, Any]]:
     """Context manager: the statistics of the training split, ``of`` some data. Raises DataError if an entry that its block reads is

@@ -158,7 +158,8 @@ def split_numbers(count: int = IMAGES, held_out: int = 3) -> dict[str, list[int]
 def check_rows(out: Path, pipeline: Path, names: Sequence[str] = ("moments", "tokens", "pooled"), count: int = IMAGES) -> None:
     for split, numbers in split_numbers(count).items():
         rows = columns(out / split)
-        assert sorted(rows) == sorted(names) and len(rows["moments"]) == len(numbers)
+        assert sorted(rows) == sorted([*names, "sizes"]) and len(rows["moments"]) == len(numbers)
+        assert (rows["sizes"] == [SIZE + 4, SIZE + 9, 0, 2, SIZE, SIZE]).all() and rows["sizes"].dtype == np.int64
         for row, number in enumerate(numbers):
             expected = expected_row(pipeline, number)
             for name in names:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from hpcai.models.diffusion.config import DiffusionConfig, DiffusionLoRAConfig, 
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux, pack_latents
 from hpcai.models.diffusion.lora import adapt, load_adapter, merge, save_adapter
+from tests.captions import save_text_encoders
 
 _WHY = "diffusers is not installed: conversion to and from diffusers is NOT tested; pip install hpcai-suite[peers]"
 diffusers: Any = pytest.importorskip("diffusers", reason=_WHY)
@@ -102,6 +104,43 @@ def compute_outputs(model: Any, peer: Any) -> tuple[Tensor, Tensor]:
     classes, tokens = torch.tensor([4, 0]) if cfg.classes else None, randn(2, 5, 6) if cfg.tokens else None
     kwargs = {"encoder_hidden_states": tokens} if cfg.tokens else {}
     return model(x, times, Condition(classes=classes, tokens=tokens)), peer(x, times, class_labels=classes, **kwargs).sample
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "sd3", "sd3 without T5"])
+def test_texts_are_encoded_as_by_pipelines(kind: str, tmp_path: Path) -> None:
+    why = "diffusers cannot import its pipelines with these versions: texts of SDXL and SD3 are NOT tested"
+    transformers = pytest.importorskip("transformers", reason=why)
+    modules = {"sdxl": "stable_diffusion_xl.pipeline_stable_diffusion_xl", "sd3": "stable_diffusion_3.pipeline_stable_diffusion_3"}
+    module = pytest.importorskip(f"diffusers.pipelines.{modules[kind[:4].strip()]}", reason=why, exc_type=ImportError)
+    from data_prep import encoders
+
+    torch.manual_seed(1)
+    save_text_encoders(tmp_path, kind)
+    (tmp_path / "vae").mkdir()
+    parts: dict[str, Any] = dict.fromkeys(("vae", "unet", "transformer", "scheduler", "text_encoder_3", "tokenizer_3"))
+    for folder in sorted(tmp_path.glob("text_encoder*")):
+        tokenizer = folder.name.replace("text_encoder", "tokenizer")
+        architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+        parts[folder.name] = getattr(transformers, architecture).from_pretrained(folder).eval()
+        parts[tokenizer] = transformers.AutoTokenizer.from_pretrained(tmp_path / tokenizer, model_max_length=9)
+    if kind == "sdxl":
+        pipeline = module.StableDiffusionXLPipeline(**{k: v for k, v in parts.items() if k != "transformer" and k[-1] != "3"})
+        kwargs: dict[str, Any] = {}
+    else:
+        pipeline = module.StableDiffusion3Pipeline(**{name: part for name, part in parts.items() if name != "unet"})
+        kwargs = {"prompt_2": None, "prompt_3": None, "max_sequence_length": 5, "device": torch.device("cpu")}
+        if kind != "sd3":
+            pipeline.transformer = SimpleNamespace(config=SimpleNamespace(joint_attention_dim=40))
+    captions = ["a red cat", "the moon on a dog and a cat on the moon", ""]
+    with torch.no_grad():
+        tokens, _, pooled, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False, **kwargs)
+    cfg = encoders.resolve_networks(tmp_path, None, None, None, kwargs.get("max_sequence_length"), True, "float32", "cpu")
+    texts = encoders.load_networks(cfg := replace(cfg, vae=None)).text_encoders
+    for name, expected in (("tokens", tokens), ("pooled", pooled)):
+        actual, truncated = texts[name].encode(captions, captions)
+        assert actual.shape[1:] == texts[name].shape and truncated == 1
+        torch.testing.assert_close(actual, expected.double(), rtol=1e-5, atol=1e-6)
+    assert pooled.shape == (3, 6 if kind == "sdxl" else 16) and len(cfg.identities()[1]) == (3 if kind == "sd3" else 2)
 
 
 @pytest.mark.parametrize(("name", "kind", "prefix"), [("cross attention 1", "unet", "unet"), ("flux", "flux", "transformer")])

@@ -23,6 +23,8 @@ class Condition(NamedTuple):
     """[B] guidance strength, for guidance-distilled networks"""
     fine: Tensor | None = None
     """[B, C'', ...] on the grid of x, such as the state that a forecast starts from; static fields are added by ``Diffusion``"""
+    sizes: Tensor | None = None
+    """[B, 6] original height and width, crop top and left, target height and width of an image, in pixels"""
 
 
 UNCONDITIONAL = Condition()

@@ -27,6 +27,7 @@ class Batch(NamedTuple):
     classes: Tensor | None = None
     tokens: Tensor | None = None
     pooled: Tensor | None = None
+    sizes: Tensor | None = None
     """see ``Condition``"""
     level: Tensor | None = None
     """[B] noise level 0 to 7 of held-out samples; None: the index modulo 8"""
@@ -39,7 +40,7 @@ class Batch(NamedTuple):
 
     @property
     def condition(self) -> Condition:
-        return Condition(self.classes, self.parameters, self.tokens, self.pooled, self.field, fine=self.fine)
+        return Condition(self.classes, self.parameters, self.tokens, self.pooled, self.field, fine=self.fine, sizes=self.sizes)
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
