@@ -19,22 +19,20 @@ def save_tokenizer(folder: Path, bos: bool) -> None:
 
 
 def save_text_encoders(folder: Path, kind: str) -> None:
-    """Save random text encoders of a pipeline: ``sdxl``, ``sd3``, or ``sd3 without T5``, which has a width of tokens instead."""
+    """Save random text encoders of a pipeline: ``sdxl``, ``sd3``, or ``sd3 without T5``."""
     import transformers
 
-    for number, (hidden, projected) in enumerate([(12, 10), (16, 6)]):
+    for suffix, hidden, projected in (("", 12, 10), ("_2", 16, 6)):
         clip = transformers.CLIPTextConfig(
             vocab_size=20, hidden_size=hidden, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2,
             max_position_embeddings=9, eos_token_id=2, bos_token_id=1, pad_token_id=0, projection_dim=projected,
         )  # fmt: skip
-        suffix = "_2" * number
-        cls = transformers.CLIPTextModelWithProjection if number or kind != "sdxl" else transformers.CLIPTextModel
+        cls = transformers.CLIPTextModel if kind == "sdxl" and not suffix else transformers.CLIPTextModelWithProjection
         cls(clip).save_pretrained(folder / f"text_encoder{suffix}")
         save_tokenizer(folder / f"tokenizer{suffix}", True)
     if kind == "sd3":
         t5 = transformers.T5Config(vocab_size=20, d_model=30, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
         transformers.T5EncoderModel(t5).save_pretrained(folder / "text_encoder_3")
         save_tokenizer(folder / "tokenizer_3", False)
-    elif kind != "sdxl":
-        (folder / "transformer").mkdir()
-        (folder / "transformer" / "config.json").write_text('{"joint_attention_dim": 40}')
+    (folder / "transformer").mkdir()
+    (folder / "transformer" / "config.json").write_text('{"joint_attention_dim": 40}')

@@ -159,13 +159,12 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Diff
     scored_kwargs, drawn_kwargs = drawn_kwargs if data.scored else {}, drawn_kwargs | {"count": data.drawn}
     held_out_kwargs, shown_kwargs = {**HELD_OUT, "name": "validation"}, {**HELD_OUT, "name": "drawn"}
     if metadata.get("buckets"):
-        groups, _ = latents.group_by_bucket(cfg, train, local_box(shape, mesh))
+        groups, held_out_groups = (latents.group_by_bucket(cfg, rows, local_box(shape, mesh)) for rows in (train, validation))
         kwargs["sampler"] = Grouped(groups, data.batch, data.epoch, cfg.train.seed)
-        groups, sides = latents.group_by_bucket(cfg, validation, ())
-        held_out_kwargs["sampler"] = GroupedInOrder(groups, data.evaluation_batch)
-        largest = int(np.bincount(groups).argmax())  # rows of a file of ensembles have one size
-        shown_kwargs["sampler"], drawn_kwargs = InOrder(np.flatnonzero(groups == largest)[: data.drawn]), {}
-        logger.info("ensembles are of the commonest size of validation samples, latents of %s", sides[largest])
+        held_out_kwargs["sampler"] = GroupedInOrder(held_out_groups, data.evaluation_batch)
+        commonest = np.flatnonzero(held_out_groups == np.bincount(held_out_groups).argmax())[: data.drawn]
+        shown_kwargs["sampler"], drawn_kwargs = InOrder(commonest), {}
+        logger.info("ensembles are of %d images of the commonest bucket: their file holds one size", len(commonest))
     with open_loaders(
         mesh,
         lambda: make_loader(source(train, **turn_kwargs), data.batch, data, mesh, **kwargs),

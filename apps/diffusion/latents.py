@@ -3,7 +3,6 @@
 L channels of a latent, h w its pixels, N tokens of a text, J channels of a token
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, LatentsConfig
 from hpcai.programs import command_of
 
-logger = logging.getLogger(__name__)
 REMEDY = f"make data with: {command_of('data_prep.latents')}, or set data.directory"
 _EMPTY_TEXT = "nothing.npz"
 
@@ -76,18 +74,13 @@ def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str,
     return fields | ({"level": ("int64", ())} if "level" in metadata.get("fields", {}) else {})
 
 
-def group_by_bucket(cfg: Config, rows: Rows, box: Sequence[slice]) -> tuple[np.ndarray, list[str]]:
-    """Return the bucket of each image [N], and the sides of their latents. Raises ConfigError for settings that need one size."""
-    refused = {"model.dit": cfg.model.dit is not None, "data.shards": cfg.data.shards > 1, "mesh.height": bool(box),
-               "data.scored": cfg.data.scored is not None}  # fmt: skip
+def group_by_bucket(cfg: Config, rows: Rows, box: Sequence[slice]) -> np.ndarray:
+    """Return the bucket of each image [N]. Raises ConfigError for settings that are for images of one size."""
+    refused = {"model.dit": cfg.model.dit, "data.shards": cfg.data.shards > 1, "mesh.height": box, "data.scored": cfg.data.scored}
     if named := [name for name, value in refused.items() if value]:
-        text = f"its latents have {len(rows.metadata['buckets'])} sizes, of buckets, and {named[0]} is for one"
+        text = f"latents of {len(rows.metadata['buckets'])} sizes, in buckets, and {named[0]} is for one size"
         raise ConfigError(f"{rows.folder}: {text}; leave it out, or make data without --buckets")
-    groups, shapes = group_by_shape(rows, "moments")
-    sides = [" x ".join(map(str, shape[1:])) for shape in shapes]
-    counts = ", ".join(f"{side} ({count})" for side, count in zip(sides, np.bincount(groups).tolist()))
-    logger.info("%s: sides of latents, each in batches of its own: %s", rows.folder.name, counts)
-    return groups, sides
+    return group_by_shape(rows, "moments")
 
 
 def latent_channels(model: DiffusionConfig) -> int:

@@ -110,6 +110,8 @@ class Grouped(Sampler):
         self.group_of, self.batch, self.seed = np.asarray(group_of), batch, seed
         self.members = [np.flatnonzero(self.group_of == group) for group in np.unique(self.group_of)]
         self.samples = (len(self.group_of) if samples is None else samples) // batch * batch
+        if not self.samples:
+            raise DataError(f"{len(self.group_of)} samples do not fill one batch of {batch}; make more data or lower the batch")
 
     def order(self, epoch: int) -> np.ndarray:
         first, end = (e * self.samples // self.batch for e in (epoch, epoch + 1))
@@ -122,7 +124,7 @@ class Grouped(Sampler):
         done, labels = done + np.bincount(labels[: first - start], minlength=len(done)), labels[first - start : end - start]
         rows = np.empty((len(labels), self.batch), int)
         for group, members in enumerate(self.members):
-            if count := np.count_nonzero(labels == group):
+            if count := int(np.count_nonzero(labels == group)):
                 begin = self.batch * int(done[group])
                 drawn = _shuffled_passes(len(members), begin, begin + self.batch * count, self.seed, group)
                 rows[labels == group] = members[drawn].reshape(count, self.batch)

@@ -133,12 +133,11 @@ def row_shards(rows: Rows, shards: int) -> np.ndarray:
     return np.array([of_file[rows.locate(index)[0]] for index in range(len(rows))])
 
 
-def group_by_shape(rows: Rows, name: str) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-    """Return the group of each sample [N] whose field has the same shape, and the shapes of the groups. A file has one shape."""
+def group_by_shape(rows: Rows, name: str) -> np.ndarray:
+    """Return the group of each sample, of equal shapes of a field. A file has one shape.   [N]"""
     counts = np.asarray(rows.catalog.rows)
     shapes = [rows.shape(int(first), name) for first in np.cumsum(counts) - counts]
-    unique = sorted(set(shapes))
-    return np.repeat([unique.index(shape) for shape in shapes], counts), unique
+    return np.repeat(np.unique(shapes, axis=0, return_inverse=True)[1], counts)
 
 
 @contextmanager

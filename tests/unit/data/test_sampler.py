@@ -91,29 +91,28 @@ def test_a_blend_has_each_dataset_in_proportion_in_full_passes(datasets: list[tu
         Blend([5, 5], [1, 1000], 100)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.sampled_from([2, 4, 8]), st.integers(0, 9), st.booleans())
+@given(st.lists(st.integers(8, 40), min_size=2, max_size=5), st.sampled_from([2, 4, 16]), st.integers(0, 9), st.booleans())
 @settings(max_examples=30)
 def test_every_batch_is_of_one_group_and_no_sample_is_left_out(counts: list[int], batch: int, seed: int, halves: bool) -> None:
     groups = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts))
-    epochs, samples = 12, max(batch, len(groups) // 2) if halves else None
-    sampler, held_out = Grouped(groups, batch, samples, seed), GroupedInOrder(groups, batch)
-    sequence = np.concatenate([np.array([], int), *(sampler.order(epoch) for epoch in range(epochs if sampler.samples else 0))])
-    assert len(sequence) == epochs * sampler.samples and sampler.samples == (samples or len(groups)) // batch * batch
+    sampler, held_out = Grouped(groups, batch, 16 if halves else None, seed), GroupedInOrder(groups, batch)
+    sequence = np.concatenate([sampler.order(epoch) for epoch in range(12)])
+    assert sampler.samples == (16 if halves else len(groups) // batch * batch) == len(sequence) // 12
     for group, count in enumerate(counts):
         drawn = sequence[groups[sequence] == group]
         assert abs(len(drawn) - len(sequence) * count / len(groups)) <= len(counts) * batch, "in proportion to the group"
         assert np.ptp(np.bincount(drawn, minlength=len(groups))[groups == group]) <= 1, "passes are complete, also across epochs"
+    batches = [(each, indices) for each, order in ((sampler, sequence), (held_out, held_out.order(3)))
+               for indices in order.reshape(-1, batch)]  # fmt: skip
     for size in (1, 2, 4):
-        for indices in sequence.reshape(-1, batch):
-            assert len({*groups[indices]}) == 1
-            assert np.concatenate([indices[sampler.assign(indices, rank, size)] for rank in range(size)]).tolist() == [*indices]
-        parts = [[indices[held_out.assign(indices, rank, size)] for rank in range(size)]
-                 for indices in held_out.order(0).reshape(-1, batch)]  # fmt: skip
-        assert all(len({*groups[np.concatenate(part)]}) == 1 for part in parts)
-        assert sorted(i for part in parts for each in part for i in each.tolist()) == list(range(len(groups))), "each exactly once"
-    if len(counts) > 1:
-        with pytest.raises(DataError, match="samples of 2 groups: its size was changed within an epoch"):
-            sampler.assign(np.array([np.flatnonzero(groups == group)[0] for group in (0, 1)]), 0, 1)
+        for each, indices in batches:
+            parts = [indices[each.assign(indices, rank, size)] for rank in range(size)]
+            assert np.concatenate(parts).tolist() == indices[indices >= 0].tolist() and len({*groups[np.concatenate(parts)]}) == 1
+    assert sorted(held_out.order(0)[held_out.order(0) >= 0]) == list(range(len(groups))), "each exactly once"
+    with pytest.raises(DataError, match="samples of 2 groups: its size was changed within an epoch"):
+        sampler.assign(np.array([np.flatnonzero(groups == group)[0] for group in (0, 1)]), 0, 1)
+    with pytest.raises(DataError, match="8 samples do not fill one batch of 9"):
+        Grouped(np.zeros(8), 9)
 
 
 def test_weighted_draws_follow_the_weights() -> None:
