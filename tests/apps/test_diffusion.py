@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -15,9 +16,12 @@ from safetensors.numpy import save_file
 
 from apps.diffusion.__main__ import main
 from apps.diffusion.data import complete_network
+from apps.diffusion.latents import EncodedImages, layouts, read_metadata
 from apps.diffusion.settings import Config
 from data_prep import fields
 from hpcai import config
+from hpcai.data import Rows
+from hpcai.errors import DataError
 from hpcai.models.diffusion import VAE, Batch, Condition, Diffusion, VAEConfig, save_folder, score
 from tests.apps.app_contract import AppContract
 from tests.apps.app_runs import ROOT, metric_by_step, resumed_from
@@ -212,7 +216,6 @@ def test_held_out_samples_are_scored_at_the_times_of_the_settings(data: Path) ->
 
 def test_a_shard_of_a_turned_field_equals_that_of_the_full_field_and_reads_little_else(tmp_path: Path) -> None:
     from apps.diffusion.data import Fields
-    from hpcai.data import Rows
 
     simulator("fields", "--samples 4 --validation 0.5 --rows 2 --kind volumes --size 8")(tmp_path)
     fields: dict[str, tuple] = {"high": ("float32", (1, 8, 8, 8)), "low": ("float32", (1, 2, 2, 2))}
@@ -269,6 +272,13 @@ def test_buckets_train_alike_on_ranks_and_after_a_resume(tmp_path: Path, capsys:
     assert metric_by_step(two) == pytest.approx(metric_by_step(one), rel=1e-9)
     assert metric_by_step(two, "evaluate")[7] == pytest.approx(metric_by_step(one, "evaluate")[7], rel=1e-9)
     assert np.load(one / "ensembles.npz")["truth"].shape[0] == 3
+    network = SimpleNamespace(inputs=2, tokens=28, sizes=6)
+    cfg, folder = SimpleNamespace(model=SimpleNamespace(network=network, flux=None)), data / "train"
+    rows = Rows(folder, layouts(cfg, folder, metadata := read_metadata(folder)))
+    assert EncodedImages(rows).sample(len(rows) - 1, 0).condition.sizes.tolist() in sizes.values()
+    del metadata["fields"]["sizes"]  # as in data of earlier versions
+    with pytest.raises(DataError, match=r"no sizes of images, which the network of model takes; .*: python -m data_prep\.latents"):
+        layouts(cfg, folder, metadata)
     capsys.readouterr()
     for setting, text in {"data.order=ready": "order is ready", "data.scored=2": "data.scored is for one"}.items():
         app.check_refused(data, tmp_path / "other", [setting], text, capsys)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hpcai.data import Loader
 from hpcai.data.loader import _EpochPlan
+from hpcai.data.sampler import Grouped
 from hpcai.errors import ConfigError, DataError
 from tests.index_source import IndexSource
 from tests.reference_data import load_json
@@ -280,6 +281,13 @@ def test_any_exception_of_a_sample_is_skipped_but_not_errors_of_the_process(prob
         else:
             with pytest.raises((DataError, ConfigError), match=str(problem)):
                 list(loader.epoch(0))
+
+
+def test_a_bad_sample_is_replaced_by_one_of_its_group() -> None:
+    source = Numbers(16, broken=(3, 8))
+    with new_loader(16, 4, source=source, sampler=Grouped(np.arange(16) % 2, 4), on_bad_sample="skip") as loader:
+        assert all(len({*(b["x"] % 2).tolist()}) == 1 for epoch in range(4) for b in loader.epoch(epoch))
+        assert len(loader.skipped) == 8
 
 
 def test_evaluation_stops_at_a_bad_sample() -> None:
