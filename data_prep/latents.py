@@ -14,8 +14,7 @@
         "pooled" float16 [R, J']          pooled output of a text encoder
         "sizes" int64 [R, 6]              of images: original height and width, crop top and left, target height and width
         "level" int64 [R]                 time of a validation sample, if the source has it (MLPerf's Flux.1: 0 to 7)
-    OUT/nothing.npz                       "tokens" [N, J] and "pooled" [J'] of the empty caption; 0 if the pipeline has
-                                          force_zeros_for_empty_prompt (SDXL)
+    OUT/nothing.npz                       "tokens" [N, J] and "pooled" [J'] of the empty caption; of SDXL zeros, by model_index.json
     OUT/.work                             listings of the samples of the sources; may be deleted
 
 The input of a model is (latent - shift) * scale. The index, ``rows.metadata`` of a reader, has both, sizes, and the identities of
@@ -354,8 +353,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
         options.workers = 1                     # networks fill a device: one process per rank, whose workers are reader threads
     if options.buckets and args.size is None:
         raise ConfigError(f"--buckets {options.buckets}: {root} holds latents, which have their size; leave it out")
-    jobs = list(_make_jobs(out, settings, args, shards, firsts, header))
-    buckets = f" in {len(header['buckets'])} buckets" if options.buckets else ""
+    jobs = list(_make_jobs(out, settings, args, shards, firsts))
+    buckets = " in buckets" if options.buckets else ""
     text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_format_size(header['image'])}{buckets}, latents of "
             f"{_format_size([header['latents'], *header['size']])}; autoencoder {header['vae']}")  # fmt: skip
     networks_text = [*(f"{name} {header[name]}" for name in ("tokens", "pooled") if header[name]),
@@ -401,7 +400,7 @@ def _plan_encoding(
     args = EncodeArgs(networks, size, options.enlarge, tuple(encoded), options.batch, options.workers, fields, options.skip_bad)
     header = {
         "kind": "latents", "scale": scale, "shift": shift, "latents": shape[0] // 2, "size": list(shape[1:]), "image": image,
-        "tokens": list(shapes["tokens"]) if "tokens" in shapes else None,
+        "buckets": options.buckets, "tokens": list(shapes["tokens"]) if "tokens" in shapes else None,
         "pooled": shapes["pooled"][0] if "pooled" in shapes else None, "vae": vae or "mlperf",
         "encoders": (text_encoders if captions or stored else []) or (["mlperf"] if stored else []),
     }  # fmt: skip
@@ -432,13 +431,10 @@ def _layout(
 
 
 def _make_jobs(
-    out: Path, settings: LatentSettings, args: EncodeArgs, shards: dict[str, list[ListedShard]], firsts: dict[str, Sample],
-    header: dict[str, Any],
-) -> Iterator[store.Job]:  # fmt: skip
-    """Yield the files. With buckets, a file is of one of them, and ``header`` gets the sizes of their latents."""
+    out: Path, settings: LatentSettings, args: EncodeArgs, shards: dict[str, list[ListedShard]], firsts: dict[str, Sample]
+) -> Iterator[store.Job]:
     rows_per_file = settings.rows or max(1, FILE_BYTES // sum(2 * math.prod(field.shape) for _, field in args.fields))
     buckets = None if settings.buckets is None else bucket_sizes(settings.size, settings.buckets)
-    factor, used = header["image"][0] // header["size"][0], set[tuple[int, ...]]()
     for folder, group in shards.items():
         total = min(sum(shard.rows for shard in group), settings.limit or sys.maxsize)
         mask = validation_mask(total, settings.validation, settings.seed) if not folder else np.full(total, folder == "validation")
@@ -455,18 +451,16 @@ def _make_jobs(
                 for size, members in split_by_bucket(shard, rows, buckets):
                     fields, sized = dict(split_args.fields), split_args
                     if size is not None:
-                        used.add(sides := tuple(side // factor for side in size))
-                        shape = 2 * header["latents"], *sides
+                        channels, height, _ = fields["moments"].shape
+                        shape = channels, *(side * height // settings.size[0] for side in size)
                         own = fields | {"moments": fields["moments"]._replace(shape=shape)}
                         sized = replace(split_args, size=size, fields=tuple(own.items()))
-                        fields["moments"] = fields["moments"]._replace(shape=(shape[0], None, None))
+                        fields["moments"] = fields["moments"]._replace(shape=(channels, None, None))
                     for part in command.batched(members, rows_per_file):
                         contents = store.Contents(fields, _sums, _merge, varies=size is not None)
                         path = out / split / f"latents_{number:06d}.h5"
                         yield store.Job(path, partial(write_latents, sized, shard, part), contents, len(part))
                         number += 1
-    if buckets is not None:
-        header["buckets"] = [list(sides) for sides in sorted(used)]
 
 
 def _format_size(sides: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from apps.diffusion.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Selection
 from hpcai.data.sampler import Grouped, GroupedInOrder, InOrder
-from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
+from hpcai.data.splits import HELD_OUT, Samples, group_by_shape, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import ConfigError, DataError
@@ -159,7 +159,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Diff
     scored_kwargs, drawn_kwargs = drawn_kwargs if data.scored else {}, drawn_kwargs | {"count": data.drawn}
     held_out_kwargs, shown_kwargs = {**HELD_OUT, "name": "validation"}, {**HELD_OUT, "name": "drawn"}
     if metadata.get("buckets"):
-        groups, held_out_groups = (latents.group_by_bucket(cfg, rows, local_box(shape, mesh)) for rows in (train, validation))
+        groups, held_out_groups = (group_by_shape(rows, "moments") for rows in (train, validation))
         kwargs["sampler"] = Grouped(groups, data.batch, data.epoch, cfg.train.seed)
         held_out_kwargs["sampler"] = GroupedInOrder(held_out_groups, data.evaluation_batch)
         commonest = np.flatnonzero(held_out_groups == np.bincount(held_out_groups).argmax())[: data.drawn]

@@ -14,7 +14,7 @@ from apps.diffusion.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Selection
 from hpcai.data.index import INDEX, read_index
-from hpcai.data.splits import Samples, group_by_shape
+from hpcai.data.splits import Samples
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, LatentsConfig
 from hpcai.programs import command_of
@@ -47,12 +47,17 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return dtypes and shapes of the datasets that the network of ``cfg`` reads, by the ``metadata`` of the index. Raises
-    DataError if the data are for another network."""
+    DataError if the data are for another network, and ConfigError for settings that are for images of one size."""
     network, channels = cfg.model.network, latent_channels(cfg.model)
     if metadata["latents"] != channels:
         has = f"latents of {metadata['latents']} channels, made by {metadata['vae']}"
         raise DataError(f"{folder}: {has}; the network of model expects {channels}. Encode the images with another autoencoder")
     sides = (None, None) if metadata.get("buckets") else metadata["size"]
+    limits = {"model.dit": cfg.model.dit, "data.shards": cfg.data.shards > 1, "mesh.height": cfg.mesh.height > 1,
+              "data.scored": cfg.data.scored}  # fmt: skip
+    if sides == (None, None) and (named := [name for name, value in limits.items() if value]):
+        text = f"latents of several sizes, in buckets, and {named[0]} is for one size"
+        raise ConfigError(f"{folder}: {text}; leave it out, or make data without --buckets")
     fields: dict[str, Any] = {"moments": ("float16", (2 * channels, *sides))}
     for name in ("tokens", "pooled"):
         expected = getattr(network, name, None)
@@ -72,15 +77,6 @@ def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str,
             raise DataError(f"{folder}: no sizes of images, which the network of model takes; encode images anew with: {command}")
         fields["sizes"] = ("int64", (6,))
     return fields | ({"level": ("int64", ())} if "level" in metadata.get("fields", {}) else {})
-
-
-def group_by_bucket(cfg: Config, rows: Rows, box: Sequence[slice]) -> np.ndarray:
-    """Return the bucket of each image [N]. Raises ConfigError for settings that are for images of one size."""
-    refused = {"model.dit": cfg.model.dit, "data.shards": cfg.data.shards > 1, "mesh.height": box, "data.scored": cfg.data.scored}
-    if named := [name for name, value in refused.items() if value]:
-        text = f"latents of {len(rows.metadata['buckets'])} sizes, in buckets, and {named[0]} is for one size"
-        raise ConfigError(f"{rows.folder}: {text}; leave it out, or make data without --buckets")
-    return group_by_shape(rows, "moments")
 
 
 def latent_channels(model: DiffusionConfig) -> int:

@@ -272,8 +272,8 @@ def test_buckets_train_alike_on_ranks_and_after_a_resume(tmp_path: Path, capsys:
     assert metric_by_step(two) == pytest.approx(metric_by_step(one), rel=1e-9)
     assert metric_by_step(two, "evaluate")[7] == pytest.approx(metric_by_step(one, "evaluate")[7], rel=1e-9)
     assert np.load(one / "ensembles.npz")["truth"].shape[0] == 3
-    network = SimpleNamespace(inputs=2, tokens=28, sizes=6)
-    cfg, folder = SimpleNamespace(model=SimpleNamespace(network=network, flux=None)), data / "train"
+    network, cfg, folder = SimpleNamespace(inputs=2, tokens=28, sizes=6), Config(), data / "train"
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"unet": network})})
     rows = Rows(folder, layouts(cfg, folder, metadata := read_metadata(folder)))
     assert EncodedImages(rows).sample(len(rows) - 1, 0).condition.sizes.tolist() in sizes.values()
     del metadata["fields"]["sizes"]  # as in data of earlier versions
