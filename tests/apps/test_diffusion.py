@@ -245,7 +245,7 @@ def test_buckets_train_alike_on_ranks_and_after_a_resume(tmp_path: Path, capsys:
     from data_prep import latents
 
     torch.manual_seed(0)
-    model, data, one, two, images = (tmp_path / name for name in ("model", "data", "one", "two", "images"))
+    model, data, alone, two, images = (tmp_path / name for name in ("model", "data", "alone", "two", "images"))
     images.mkdir()
     vae = VAEConfig(latents=2, channels=(8, 8, 8), blocks=1, groups=2)
     save_folder(VAE(vae).state_dict(), vae, model / "vae")
@@ -267,11 +267,11 @@ def test_buckets_train_alike_on_ranks_and_after_a_resume(tmp_path: Path, capsys:
     assert not np.load(data / "nothing.npz")["tokens"].any(), "as force_zeros_for_empty_prompt has it"
 
     app = replace(APP, quick_settings=[*APP.quick_settings, *BUCKETS.replace("\n", "").split("; ")])
-    assert app.run(data, one, "train.steps=7") == 0 and app.on_ranks(2, data, two, "train.steps=3", "step.accumulate=2")
-    assert app.run(data, two, "train.steps=7") == 0 and resumed_from(two) == 3 and len(metric_by_step(one)) == 7
-    assert metric_by_step(two) == pytest.approx(metric_by_step(one), rel=1e-9)
-    assert metric_by_step(two, "evaluate")[7] == pytest.approx(metric_by_step(one, "evaluate")[7], rel=1e-9)
-    assert np.load(one / "ensembles.npz")["truth"].shape[0] == 3
+    assert app.run(data, alone, "train.steps=7") == 0 and app.on_ranks(2, data, two, "train.steps=3", "step.accumulate=2")
+    assert app.run(data, two, "train.steps=7") == 0 and resumed_from(two) == 3 and len(metric_by_step(alone)) == 7
+    assert metric_by_step(two) == pytest.approx(metric_by_step(alone), rel=1e-9)
+    assert metric_by_step(two, "evaluate")[7] == pytest.approx(metric_by_step(alone, "evaluate")[7], rel=1e-9)
+    assert np.load(alone / "ensembles.npz")["truth"].shape[0] == 3
     network, cfg, folder = SimpleNamespace(inputs=2, tokens=28, sizes=6), Config(), data / "train"
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"unet": network})})
     rows = Rows(folder, layouts(cfg, folder, metadata := read_metadata(folder)))
