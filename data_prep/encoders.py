@@ -88,11 +88,13 @@ def resolve_networks(
 
 
 def _describe_pipeline(model: Path) -> dict[str, Any]:
-    """Return the settings of a pipeline with two CLIPs, by its model_index.json, or else by the classes of its encoders."""
+    """Return the settings of a pipeline with two CLIPs, by its model_index.json, or else by the class of its first encoder."""
     path, first = model / "model_index.json", model / "text_encoder" / "config.json"
     index = read_object(path, "the settings of a pipeline of diffusers", ConfigError) if path.is_file() else {}
     classes = read_object(first, "the settings of an encoder", ConfigError).get("architectures")
-    name = str(index.get("_class_name") or ("StableDiffusion3" if classes == ["CLIPTextModelWithProjection"] else ""))
+    default = "StableDiffusion3" if classes == ["CLIPTextModelWithProjection"] else "StableDiffusionXL"
+    if not (name := str(index.get("_class_name", default))).startswith(("StableDiffusionXL", "StableDiffusion3")):
+        raise ConfigError(f"{path}: a {name}, expected SDXL or SD3; name the encoders singly by --tokens and --pooled")
     if not name.startswith("StableDiffusion3"):
         return {"pipeline": "sdxl", "zero_empty": bool(index.get("force_zeros_for_empty_prompt", bool(index)))}
     if (model / "text_encoder_3").is_dir():

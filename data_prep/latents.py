@@ -354,11 +354,11 @@ def convert(options: argparse.Namespace) -> command.Plan:
     if options.buckets and args.size is None:
         raise ConfigError(f"--buckets {options.buckets}: {root} holds latents, which have their size; leave it out")
     jobs = list(_make_jobs(out, settings, args, shards, firsts))
-    buckets = " in buckets" if options.buckets else ""
-    text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_format_size(header['image'])}{buckets}, latents of "
+    text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_format_size(header['image'])}, latents of "
             f"{_format_size([header['latents'], *header['size']])}; autoencoder {header['vae']}")  # fmt: skip
     networks_text = [*(f"{name} {header[name]}" for name in ("tokens", "pooled") if header[name]),
                      *(f"encoder {name}" for name in header["encoders"])]  # fmt: skip
+    networks_text += [f"buckets of {options.buckets} pixels"] * bool(options.buckets)
     finalize, config = partial(_finalize, options, args, header), "flux" if header["pooled"] else "sd2"
     return command.Plan(recipe, jobs, header, ", ".join([text, *networks_text]), finalize=finalize, config=config,
                         refused=[item for group in parts.values() for item in captioned.list_unread(group)]

@@ -56,8 +56,7 @@ def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str,
     limits = {"model.dit": cfg.model.dit, "data.shards": cfg.data.shards > 1, "mesh.height": cfg.mesh.height > 1,
               "data.scored": cfg.data.scored}  # fmt: skip
     if sides == (None, None) and (named := [name for name, value in limits.items() if value]):
-        text = f"latents of several sizes, in buckets, and {named[0]} is for one size"
-        raise ConfigError(f"{folder}: {text}; leave it out, or make data without --buckets")
+        raise ConfigError(f"{folder}: latents of several sizes; {named[0]} is for one: unset it, or make data without --buckets")
     fields: dict[str, Any] = {"moments": ("float16", (2 * channels, *sides))}
     for name in ("tokens", "pooled"):
         expected = getattr(network, name, None)

@@ -137,8 +137,7 @@ class Loader(AbstractContextManager["Loader"]):
         if samples < replicas and not isinstance(self.sampler, LargestFirst):
             raise DataError(f"{name}: {samples} samples for {replicas} replicas; make more data or start fewer ranks")
         if self.order == "ready" and isinstance(self.sampler, Grouped):
-            text = "order is ready, but a batch has samples of one group, which ready samples of other batches would join"
-            raise DataError(f"{name}: {text}; set data.order to strict")
+            raise DataError(f"{name}: order is ready, but each batch has samples of one group; set data.order to strict")
         if self._on_bad_sample == "skip" and mesh.model_parallel.size > 1 and not self._scatters:
             raise DataError(
                 f"{name}: on_bad_sample=skip, but each of {mesh.model_parallel.size} ranks of a model replica prepares the sample; "

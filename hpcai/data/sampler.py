@@ -136,8 +136,7 @@ class Grouped(Sampler):
 
     def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         if len(groups := np.unique(self.group_of[indices])) > 1:
-            text = f"a batch of {len(indices)} samples of {len(groups)} groups: its size was changed within an epoch"
-            raise DataError(f"{text}; resume with the former one, or start a new run")
+            raise DataError(f"a batch has samples of {len(groups)} groups: its size changed within an epoch; keep the former one")
         return split_range(len(indices), rank, size)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hpcai.errors import CheckpointError
+from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.diffusion import VAE, Condition, Diffusion, UNet, UNetConfig, VAEConfig, load_network, save_folder
 from hpcai.models.diffusion.config import DiffusionConfig, DiffusionLoRAConfig, DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
@@ -138,6 +138,9 @@ def test_texts_are_encoded_as_by_pipelines(kind: str, tmp_path: Path) -> None:
         actual, truncated = texts[name].encode(captions, captions)
         assert actual.shape[1:] == texts[name].shape and truncated == 1
         torch.testing.assert_close(actual, expected.double(), rtol=1e-5, atol=1e-6)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "KandinskyPipeline"}')
+    with pytest.raises(ConfigError, match="model_index.json: a KandinskyPipeline, expected SDXL or SD3; name the encoders singly"):
+        encoders.resolve_networks(tmp_path, None, None, None, None, True, "float32", "cpu")
 
 
 @pytest.mark.parametrize(("name", "kind", "prefix"), [("cross attention 1", "unet", "unet"), ("flux", "flux", "transformer")])

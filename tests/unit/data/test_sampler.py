@@ -91,7 +91,7 @@ def test_every_batch_is_of_one_group_and_no_sample_is_left_out(counts: list[int]
         drawn = sequence[groups[sequence] == group]
         assert abs(len(drawn) - len(sequence) * count / len(groups)) <= len(counts) * batch, "in proportion to the group"
         assert np.ptp(np.bincount(drawn, minlength=len(groups))[groups == group]) <= 1, "passes are complete, also across epochs"
-    with pytest.raises(DataError, match="samples of 2 groups: its size was changed within an epoch"):
+    with pytest.raises(DataError, match="samples of 2 groups: its size changed within an epoch"):
         sampler.assign(np.array([np.flatnonzero(groups == group)[0] for group in (0, 1)]), 0, 1)
     with pytest.raises(DataError, match="8 samples do not fill one batch of 9"):
         Grouped(np.zeros(8), 9)
