@@ -38,6 +38,7 @@ Entry = dict[str, Any]
 STATE = "state.json"
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "jfif", "webp", "npy")
 OTHER_SUFFIXES = ("avif", "bmp", "gif", "heic", "jp2", "jxl", "tga", "tif", "tiff")    # of images that are not read
+FORMATS = ("PNG", "JPEG", "WEBP")               # of Pillow; of others, EPS starts Ghostscript
 CHUNK = 4096                                    # images of a folder in a shard
 MAX_PIXELS = 1 << 26                            # of a resized image
 REMEDY = "copy or write it again, or leave it out"
@@ -69,6 +70,7 @@ class Sample:
     pooled: Array | None = None
     level: int | None = None
     over_white: bool = False    # its image had transparent pixels
+    sizes: tuple[int, ...] | None = None        # of its image: height and width, then crop top and left, target height and width
 
 
 # ---- listings
@@ -116,9 +118,9 @@ def list_unread(shards: Sequence[Shard]) -> list[tuple[str, str]]:
     return [(str(path), f"{path.suffix.lower()} is not read; convert it to .png") for path in paths]
 
 
-def list_samples(shard: Shard, skip_bad: bool = False) -> dict[str, Any]:
-    """List the samples of a shard, so that any of them can be read directly. Raises DataError if there are none; with ``skip_bad``
-    the shard is then "refused"."""
+def list_samples(shard: Shard, skip_bad: bool = False, sizes: bool = False) -> dict[str, Any]:
+    """List the samples of a shard, so that any of them can be read directly, with ``sizes`` of their images. Raises DataError if
+    there are none, or for an image that cannot be read; with ``skip_bad`` the shard or the image is then "refused"."""
     entries, skipped = list[Entry](), store.Skipped(skip_bad)
     with skipped.catch(shard.path):
         if shard.kind == "tar":
@@ -131,6 +133,12 @@ def list_samples(shard: Shard, skip_bad: bool = False) -> dict[str, Any]:
             entries = [{"name": name, "caption": (shard.path / name).with_suffix(".txt").is_file()} for name in shard.names]
         if not entries:
             raise DataError(f"{shard.path}: holds no sample; leave it out")
+    if sizes and shard.kind != "table":         # tables hold latents
+        listed, entries = entries, []
+        for entry in listed:
+            for sample in read_samples(shard, [entry], skipped):
+                with skipped.catch(sample.name):
+                    entries.append(entry | {"size": _image_size(sample)})
     return {"entries": entries, "refused": list(skipped)}
 
 
@@ -296,8 +304,8 @@ def _image_or_moments(data: bytes, ending: str, where: str) -> dict[str, Any]:
 
 
 def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> "Tensor":
-    """Return an image [3, H, W], -1 to 1, resized to cover ``size`` (bicubic, antialiased) and cropped at its centre. Raises
-    DataError if it is smaller than ``size``, unless ``enlarge``."""
+    """Return an image [3, H, W], -1 to 1, resized to cover ``size`` (bicubic, antialiased) and cropped at its centre, and set the
+    ``sizes`` of the sample. Raises DataError if it is smaller than ``size``, unless ``enlarge``."""
     import torch
 
     pixels = torch.from_numpy(_decode_image(sample).astype(np.float32)).permute(2, 0, 1) / 127.5 - 1
@@ -312,7 +320,22 @@ def resize_and_crop(sample: Sample, size: tuple[int, int], enlarge: bool) -> "Te
             raise DataError(f"{sample.name}: {' x '.join(map(str, sides))}, too long to cover --size; crop it, or leave it out")
         pixels = torch.nn.functional.interpolate(pixels[None], covering, mode="bicubic", antialias=True)[0].clamp(-1, 1)
     top, left = ((side - target) // 2 for side, target in zip(pixels.shape[1:], size))
+    sample.sizes = (*sides, top, left, *size)
     return pixels[:, top : top + size[0], left : left + size[1]]
+
+
+def _image_size(sample: Sample) -> list[int]:
+    """Return height and width of an image, which is not decoded."""
+    if sample.image is None:
+        raise DataError(f"{sample.name}: holds latents, and --buckets is for images; leave one of them out")
+    if isinstance(sample.image, np.ndarray):
+        return list(sample.image.shape[:2])
+    from PIL import ExifTags, Image
+
+    reading = parse_errors(sample.name, REMEDY, "cannot be read as an image")
+    with reading, Image.open(io.BytesIO(sample.image), formats=FORMATS) as opened:
+        is_transposed = opened.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+        return list(opened.size if is_transposed else opened.size[::-1])
 
 
 def _decode_image(sample: Sample) -> Array:
@@ -322,9 +345,8 @@ def _decode_image(sample: Sample) -> Array:
     from PIL import Image, ImageOps
 
     assert sample.image is not None
-    formats = ("PNG", "JPEG", "WEBP")           # of others, EPS starts Ghostscript
     reading = parse_errors(sample.name, REMEDY, "cannot be read as an image")
-    with reading, Image.open(io.BytesIO(sample.image), formats=formats) as opened:
+    with reading, Image.open(io.BytesIO(sample.image), formats=FORMATS) as opened:
         if opened.format != "MPO" and getattr(opened, "is_animated", False):    # an MPO is a photograph with its preview
             raise DataError(f"{sample.name}: an animated image; save one of its frames as .png, or leave it out")
         mode, image = opened.mode, ImageOps.exif_transpose(opened)

@@ -10,16 +10,20 @@
 
     OUT/{train,validation}/*.h5, R samples
         "moments" float16 [R, 2L, h, w]   means, then logarithms of variances (-30 to 20), of latents of the autoencoder, unscaled
-        "tokens" float16 [R, N, J]        last hidden states of a text encoder
+        "tokens" float16 [R, N, J]        last hidden states of a text encoder; of SDXL's and SD3's as diffusers combines them
         "pooled" float16 [R, J']          pooled output of a text encoder
+        "sizes" int64 [R, 6]              of images: original height and width, crop top and left, target height and width
         "level" int64 [R]                 time of a validation sample, if the source has it (MLPerf's Flux.1: 0 to 7)
-    OUT/nothing.npz                       "tokens" [N, J] and "pooled" [J'] of the empty caption
+    OUT/nothing.npz                       "tokens" [N, J] and "pooled" [J'] of the empty caption; of SDXL zeros, by model_index.json
     OUT/.work                             listings of the samples of the sources; may be deleted
 
 The input of a model is (latent - shift) * scale. The index, ``rows.metadata`` of a reader, has both, sizes, and the identities of
 the networks. Images are resized to cover --size, and cropped at their centre. The samples that are held out are chosen by a
 permutation, a function of the seed. A value is a function of its sample, the networks and the options, to rounding: device and
 batch size may change its last digit.
+
+With --buckets N an image has the size of nearest aspect ratio among those with sides that are multiples of N, at most the area of
+--size, and an aspect ratio up to 2 (Podell et al. 2023, section 2.3; as in kohya's scripts). A file has images of one size.
 
 R rows of a file   L channels of a latent   h w its pixels   N tokens of J elements   J' elements of a pooled text vector
 """
@@ -63,8 +67,10 @@ FILE_BYTES = 1 << 26                            # of a file, about
 TRUNCATED = {"tokens": "tokens_cut", "pooled": "pooled_cut"}    # attributes of a file: number of truncated captions
 COUNTED = {"tokens_cut": "captions were truncated for tokens", "pooled_cut": "captions were truncated for pooled",
            "over_white": "images had transparent pixels, which were laid over white"}  # fmt: skip
+Size = tuple[int, int]
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 MIN_LOGVAR, MAX_LOGVAR = -30.0, 20.0
+MAX_ASPECT = 2                                  # of a bucket
 LEVELS = 8                                      # of noise, at which the validation loss is measured
 
 
@@ -85,6 +91,7 @@ class LatentSettings(command.Settings):
     """Settings of the encoding of samples, and of the split."""
 
     size: tuple[int, int] = option((512, 512), "of images: 512, or 512x768", metavar="HxW", type=image_size)
+    buckets: int | None = option(None, "sizes of images by their aspect ratio, in multiples of N pixels", type=command.positive)
     enlarge: bool = option(False, "enlarge smaller images, which are otherwise refused", action="store_true")
     length: int | None = option(None, "tokens of a caption; without it 77 of CLIP, 256 of T5", type=command.positive)
     long: str = option("refuse", "refuse or truncate longer captions", choices=("refuse", "cut"))
@@ -112,7 +119,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 FIELDS = {      # latents identify a sample: several may have the same caption
     "moments": Field("float16", key=True), "tokens": Field("float16"), "pooled": Field("float16"),
-    "level": Field("int64", (), 0, LEVELS - 1),
+    "sizes": Field("int64", (6,), 0), "level": Field("int64", (), 0, LEVELS - 1),
 }  # fmt: skip
 
 
@@ -154,20 +161,23 @@ class ListedShard:
     shard: Shard
     path: Path                                  # of the listing
     rows: int
-    refused: store.Refused                      # the shard itself, if it cannot be read
+    refused: store.Refused                      # the shard itself or images, if they cannot be read
     uncaptioned: tuple[str, ...]                # the first sample without a caption, if any
     captions: int
+    sizes: tuple[tuple[int, int], ...]          # of its images, with --buckets
 
 
 def list_shards(parts: Sequence[Shard], folder: Path, options: argparse.Namespace) -> list[ListedShard]:
     bad, shards = options.skip_bad, list[ListedShard]()
-    tasks = {folder / f"{number:06d}.json": partial(captioned.list_samples, part, bad) for number, part in enumerate(parts)}
+    read = partial(captioned.list_samples, skip_bad=bad, sizes=options.buckets is not None)
+    tasks = {folder / f"{number:06d}.json": partial(read, part) for number, part in enumerate(parts)}
     for part, path, listing in zip(parts, tasks, store.all_gather_results(tasks, options.workers, "samples")):
         entries, refused = listing["entries"], [tuple(item) for item in listing["refused"]]
         if refused and not bad:            # of an earlier run
             raise DataError(": ".join(refused[0]))
         bare = [entry["name"] for entry in entries if not entry["caption"]]
-        shards.append(ListedShard(part, path, len(entries), refused, tuple(bare[:1]), len(entries) - len(bare)))
+        sizes = tuple(tuple(entry["size"]) for entry in entries if "size" in entry)
+        shards.append(ListedShard(part, path, len(entries), refused, tuple(bare[:1]), len(entries) - len(bare), sizes))
     return shards
 
 
@@ -189,6 +199,25 @@ def validation_mask(total: int, share: float, seed: int) -> Array:
     return mask
 
 
+def bucket_sizes(size: Size, step: int) -> Array:
+    """Return the sizes of images with --buckets, largest first.   Shape: [G, 2]"""
+    area = math.prod(size)
+    pairs = [(side, area // side // step * step) for side in range(step, math.isqrt(area) + 1, step)]
+    sizes = {each for low, high in pairs if high <= MAX_ASPECT * low for each in ((low, high), (high, low))}
+    if not sizes:
+        raise ConfigError(f"--buckets {step}: --size {_format_size(size)} has no such size; give a smaller step")
+    return np.array(sorted(sizes, key=lambda size: (-math.prod(size), size)))
+
+
+def split_by_bucket(shard: ListedShard, rows: Array, buckets: Array | None) -> list[tuple[Size | None, list[int]]]:
+    """Return the rows of a shard for each of the ``buckets`` [G, 2] that is nearest in aspect ratio, the largest of equal ones."""
+    if buckets is None or not len(rows):
+        return [(None, rows.tolist())]
+    (height, width), ratios = np.array(shard.sizes)[rows].T, np.log(buckets[:, 0] / buckets[:, 1])
+    nearest = np.abs(np.log(height / width)[:, None] - ratios).argmin(1)
+    return [((int(buckets[n, 0]), int(buckets[n, 1])), rows[nearest == n].tolist()) for n in np.unique(nearest)]
+
+
 # ---- a file
 
 
@@ -197,7 +226,7 @@ class EncodeArgs:
     """The settings of ``write_latents``, the same for all files of a split."""
 
     networks: "NetworkConfig"
-    size: tuple[int, int] | None                # of an image; None if the source has latents
+    size: Size | None                           # of an image; None if the source has latents
     enlarge: bool
     encoded: tuple[str, ...]                    # those of "tokens" and "pooled" that are encoded from captions
     batch: int
@@ -279,7 +308,7 @@ def _stored_values(args: EncodeArgs, sample: Sample) -> dict[str, Array]:
         if np.shape(values) != field.shape:
             actual, expected = list(np.shape(values)), list(field.shape)
             raise DataError(f"{sample.name}: {name} is {actual}, expected {expected} as in the first sample; {captioned.REMEDY}")
-        columns[name] = np.asarray(values) if name == "level" else _to_float16(np.asarray(values)[None], name, [sample.name])[0]
+        columns[name] = np.asarray(values) if field.dtype == "int64" else _to_float16(np.array([values]), name, [sample.name])[0]
     return columns
 
 
@@ -312,18 +341,24 @@ def convert(options: argparse.Namespace) -> command.Plan:
     vae, text_encoders = networks.identities()
     recipe = {"kind": "convert", "vae": vae, "encoders": text_encoders, **settings.json_dict,
               "sources": {split or "all": fingerprint_shards(group, root) for split, group in parts.items()}}  # fmt: skip
+    begun = any(out.glob("*/*.h5")) and (out / "recipe.json").is_file()
+    options.sizes = not begun or "sizes" in store.read_json(out / "recipe.json")        # folders of earlier versions have none
+    recipe |= {"sizes": True} if options.sizes else {}
     store.claim_folder(out, recipe)
-    listings = out / WORK / command.digest([*recipe["sources"].values()])
+    listings = out / WORK / command.digest([*recipe["sources"].values(), *(["sizes"] if options.buckets else [])])
     shards = {split: list_shards(group, listings / (split or "all"), options) for split, group in parts.items()}
     firsts = {split: first_sample(group, options.skip_bad) for split, group in shards.items()}
     args, header = _plan_encoding(options, networks, shards, firsts, vae, text_encoders)
     if args.size is not None or args.encoded:
         options.workers = 1                     # networks fill a device: one process per rank, whose workers are reader threads
+    if options.buckets and args.size is None:
+        raise ConfigError(f"--buckets {options.buckets}: {root} holds latents, which have their size; leave it out")
     jobs = list(_make_jobs(out, settings, args, shards, firsts))
     text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_format_size(header['image'])}, latents of "
             f"{_format_size([header['latents'], *header['size']])}; autoencoder {header['vae']}")  # fmt: skip
     networks_text = [*(f"{name} {header[name]}" for name in ("tokens", "pooled") if header[name]),
                      *(f"encoder {name}" for name in header["encoders"])]  # fmt: skip
+    networks_text += [f"buckets of {options.buckets} pixels"] * bool(options.buckets)
     finalize, config = partial(_finalize, options, args, header), "flux" if header["pooled"] else "sd2"
     return command.Plan(recipe, jobs, header, ", ".join([text, *networks_text]), finalize=finalize, config=config,
                         refused=[item for group in parts.values() for item in captioned.list_unread(group)]
@@ -358,13 +393,14 @@ def _plan_encoding(
     networks = replace(cfg, vae=cfg.vae if first.moments is None else None, tokens=tokens, pooled=pooled)
     shape, image, scale, shift = _layout(options, cfg, first)
     shapes = {"moments": shape} | {name: getattr(first, name).shape for name in stored}
+    shapes |= {"sizes": FIELDS["sizes"].shape} if first.moments is None and options.sizes else {}
     shapes |= {name: _encoders().load_networks(networks).text_encoders[name].shape for name in encoded}
     fields = tuple((name, field._replace(shape=tuple(shapes[name]))) for name, field in FIELDS.items() if name in shapes)
     size = None if first.moments is not None else options.size
     args = EncodeArgs(networks, size, options.enlarge, tuple(encoded), options.batch, options.workers, fields, options.skip_bad)
     header = {
         "kind": "latents", "scale": scale, "shift": shift, "latents": shape[0] // 2, "size": list(shape[1:]), "image": image,
-        "tokens": list(shapes["tokens"]) if "tokens" in shapes else None,
+        "buckets": options.buckets, "tokens": list(shapes["tokens"]) if "tokens" in shapes else None,
         "pooled": shapes["pooled"][0] if "pooled" in shapes else None, "vae": vae or "mlperf",
         "encoders": (text_encoders if captions or stored else []) or (["mlperf"] if stored else []),
     }  # fmt: skip
@@ -379,9 +415,10 @@ def _layout(
     factor = VAE_SCALE_FACTOR if cfg is None else 2 ** (len(cfg.channels) - 1)
     if first.moments is None:
         assert cfg is not None
-        if any(side % factor for side in options.size):
-            raise ConfigError(f"--size {_format_size(options.size)}: expected multiples of {factor}, by which {networks.vae} "
-                              "downsamples")  # fmt: skip
+        for name, sides in {"size": options.size, "buckets": (options.buckets or 0,)}.items():
+            if any(side % factor for side in sides):
+                text = f"--{name} {_format_size(sides)}: expected multiples of {factor}"
+                raise ConfigError(f"{text}, by which {networks.vae} downsamples")
         return (2 * cfg.latents, *(side // factor for side in options.size)), list(options.size), cfg.scale, cfg.shift
     shape = first.moments.shape
     if cfg is not None and 2 * cfg.latents != shape[0]:
@@ -397,6 +434,7 @@ def _make_jobs(
     out: Path, settings: LatentSettings, args: EncodeArgs, shards: dict[str, list[ListedShard]], firsts: dict[str, Sample]
 ) -> Iterator[store.Job]:
     rows_per_file = settings.rows or max(1, FILE_BYTES // sum(2 * math.prod(field.shape) for _, field in args.fields))
+    buckets = None if settings.buckets is None else bucket_sizes(settings.size, settings.buckets)
     for folder, group in shards.items():
         total = min(sum(shard.rows for shard in group), settings.limit or sys.maxsize)
         mask = validation_mask(total, settings.validation, settings.seed) if not folder else np.full(total, folder == "validation")
@@ -408,13 +446,21 @@ def _make_jobs(
                 split_args = replace(args, fields=(*args.fields, ("level", FIELDS["level"])))
             begin, number = 0, 0
             for shard in group:
-                rows = np.flatnonzero(selected[begin : begin + shard.rows]).tolist()
+                rows = np.flatnonzero(selected[begin : begin + shard.rows])
                 begin += shard.rows
-                for part in command.batched(rows, rows_per_file):
-                    contents = store.Contents(dict(split_args.fields), _sums, _merge)
-                    path = out / split / f"latents_{number:06d}.h5"
-                    yield store.Job(path, partial(write_latents, split_args, shard, part), contents, len(part))
-                    number += 1
+                for size, members in split_by_bucket(shard, rows, buckets):
+                    fields, sized = dict(split_args.fields), split_args
+                    if size is not None:
+                        channels, height, _ = fields["moments"].shape
+                        shape = channels, *(side * height // settings.size[0] for side in size)
+                        own = fields | {"moments": fields["moments"]._replace(shape=shape)}
+                        sized = replace(split_args, size=size, fields=tuple(own.items()))
+                        fields["moments"] = fields["moments"]._replace(shape=(channels, None, None))
+                    for part in command.batched(members, rows_per_file):
+                        contents = store.Contents(fields, _sums, _merge, varies=size is not None)
+                        path = out / split / f"latents_{number:06d}.h5"
+                        yield store.Job(path, partial(write_latents, sized, shard, part), contents, len(part))
+                        number += 1
 
 
 def _format_size(sides: Sequence[int]) -> str:
@@ -432,6 +478,7 @@ def _finalize(options: argparse.Namespace, args: EncodeArgs, header: dict[str, A
         where = f"the empty caption of {name}"
         if getattr(args.networks, name) is not None:
             values = _encoders().load_networks(args.networks).text_encoders[name].encode([""], [where])[0].numpy()
+            values = np.zeros_like(values) if args.networks.zero_empty else values
         elif folder is not None and (array := folder / EMPTY_FILES[name]).is_file():
             where, values = str(array), captioned.read_empty_caption(array)
         else:

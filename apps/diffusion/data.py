@@ -18,7 +18,8 @@ from apps.diffusion import latents
 from apps.diffusion.settings import Config
 from hpcai.data import Rows
 from hpcai.data.hdf5 import Selection
-from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
+from hpcai.data.sampler import Grouped, GroupedInOrder, InOrder
+from hpcai.data.splits import HELD_OUT, Samples, group_by_shape, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import ConfigError, DataError
@@ -153,16 +154,23 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Diff
     shape = latents.complete_model_config(cfg, train) if encoded else complete_model_config(cfg, train)
     source: Any = partial(latents.EncodedImages if encoded else Fields, box=local_box(shape, mesh))
     is_forecast = shape.fields is not None and shape.fields.interval is not None
-    drawn_kwargs = {"leads": data.leads} if is_forecast else {}
+    drawn_kwargs: dict[str, Any] = {"leads": data.leads} if is_forecast else {}
     if is_forecast and (data.epoch is not None or data.shards > 1):
         raise ConfigError("data.epoch and data.shards: trajectories are read as a whole; leave them out")
-    scored_kwargs = drawn_kwargs if data.scored else {}
+    scored_kwargs, drawn_kwargs = drawn_kwargs if data.scored else {}, drawn_kwargs | {"count": data.drawn}
+    held_out_kwargs, shown_kwargs = {**HELD_OUT, "name": "validation"}, {**HELD_OUT, "name": "drawn"}
+    if metadata.get("buckets"):
+        groups, held_out_groups = (group_by_shape(rows, "moments") for rows in (train, validation))
+        kwargs["sampler"] = Grouped(groups, data.batch, data.epoch, cfg.train.seed)
+        held_out_kwargs["sampler"] = GroupedInOrder(held_out_groups, data.evaluation_batch)
+        commonest = np.flatnonzero(held_out_groups == np.bincount(held_out_groups).argmax())[: data.drawn]
+        shown_kwargs["sampler"], drawn_kwargs = InOrder(commonest), {}
+        logger.info("ensembles are of %d images of the commonest bucket: their file holds one size", len(commonest))
     with open_loaders(
         mesh,
         lambda: make_loader(source(train, **turn_kwargs), data.batch, data, mesh, **kwargs),
-        lambda: make_loader(source(validation, **scored_kwargs), data.evaluation_batch, data, mesh, **HELD_OUT, name="validation"),
-        (lambda: make_loader(source(validation, count=data.drawn, **drawn_kwargs), replicas, data, mesh, **HELD_OUT, name="drawn"))
-        if data.drawn else None,
+        lambda: make_loader(source(validation, **scored_kwargs), data.evaluation_batch, data, mesh, **held_out_kwargs),
+        (lambda: make_loader(source(validation, **drawn_kwargs), replicas, data, mesh, **shown_kwargs)) if data.drawn else None,
     ) as (training, held_out, drawn):
         yield training, held_out, drawn, shape
 

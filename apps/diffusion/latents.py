@@ -15,7 +15,7 @@ from hpcai.data import Rows
 from hpcai.data.hdf5 import Selection
 from hpcai.data.index import INDEX, read_index
 from hpcai.data.splits import Samples
-from hpcai.errors import DataError
+from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, LatentsConfig
 from hpcai.programs import command_of
 
@@ -36,8 +36,8 @@ class EncodedImages(Samples):
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
-        tokens, pooled, level = (values.get(name) for name in ("tokens", "pooled", "level"))
-        return Batch(values["moments"], number, when, tokens=tokens, pooled=pooled, level=level)
+        texts = {name: values.get(name) for name in ("tokens", "pooled", "sizes", "level")}
+        return Batch(values["moments"], number, when, **texts)
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -47,12 +47,17 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return dtypes and shapes of the datasets that the network of ``cfg`` reads, by the ``metadata`` of the index. Raises
-    DataError if the data are for another network."""
+    DataError if the data are for another network, and ConfigError for settings that are for images of one size."""
     network, channels = cfg.model.network, latent_channels(cfg.model)
     if metadata["latents"] != channels:
         has = f"latents of {metadata['latents']} channels, made by {metadata['vae']}"
         raise DataError(f"{folder}: {has}; the network of model expects {channels}. Encode the images with another autoencoder")
-    fields: dict[str, Any] = {"moments": ("float16", (2 * channels, *metadata["size"]))}
+    sides = (None, None) if metadata.get("buckets") else metadata["size"]
+    limits = {"model.dit": cfg.model.dit, "data.shards": cfg.data.shards > 1, "mesh.height": cfg.mesh.height > 1,
+              "data.scored": cfg.data.scored}  # fmt: skip
+    if sides == (None, None) and (named := [name for name, value in limits.items() if value]):
+        raise ConfigError(f"{folder}: latents of several sizes; {named[0]} is for one: unset it, or make data without --buckets")
+    fields: dict[str, Any] = {"moments": ("float16", (2 * channels, *sides))}
     for name in ("tokens", "pooled"):
         expected = getattr(network, name, None)
         if expected is None:
@@ -65,6 +70,11 @@ def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str,
         fields[name] = ("float16", tuple(stored) if isinstance(stored, list) else (stored,))
     if getattr(network, "field", 0) or getattr(network, "parameters", 0) or getattr(network, "classes", None):
         raise DataError(f"{folder}: latents with texts; the network of model also expects fields, parameters or classes")
+    if getattr(network, "sizes", 0):
+        if "sizes" not in metadata.get("fields", {}):
+            command = f"{command_of('data_prep.latents')} convert SOURCE OUT --model DIR"
+            raise DataError(f"{folder}: no sizes of images, which the network of model takes; encode images anew with: {command}")
+        fields["sizes"] = ("int64", (6,))
     return fields | ({"level": ("int64", ())} if "level" in metadata.get("fields", {}) else {})
 
 

@@ -285,6 +285,9 @@ class Scorer:
         named = [f"{self.cfg.captions}: caption {number + 1}" for number in numbers]
         texts = {name: encoder.encode(captions, named)[0] for name, encoder in self.opened.text_encoders.items()
                 if getattr(model.cfg.latents, name)}  # fmt: skip
+        if self.opened.vae is not None and getattr(model.cfg.network, "sizes", None):  # of images as large as they are drawn
+            sides = [side * 2 ** (len(self.opened.vae.cfg.channels) - 1) for side in model.cfg.size[1:]]
+            texts["sizes"] = torch.tensor([*sides, 0, 0, *sides]).expand(len(numbers), 6)
         with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.use_bf16):
             drawn = model.sample(Condition(**texts), seed=self.cfg.seed, sampler=self.cfg.sampler, indices=torch.tensor(numbers))[0]
         latents = drawn.float() / model.cfg.latents.scale + model.cfg.latents.shift

@@ -24,7 +24,7 @@ import torch.distributed as torch_dist
 from hpcai.data.collate import Collator, Prepared, set_device, tree_bytes
 from hpcai.data.direct import MemoryPool
 from hpcai.data.prefetch import PrefetchQueue, Ready, Task
-from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
+from hpcai.data.sampler import Grouped, InOrder, LargestFirst, Sampler, Shuffled
 from hpcai.data.scatter import ScatteredLoader
 from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.mesh import Axis, Mesh
@@ -136,6 +136,8 @@ class Loader(AbstractContextManager["Loader"]):
             raise DataError(f"{name}: {samples} samples are fewer than one batch of {batch}; make more data or lower the batch")
         if samples < replicas and not isinstance(self.sampler, LargestFirst):
             raise DataError(f"{name}: {samples} samples for {replicas} replicas; make more data or start fewer ranks")
+        if self.order == "ready" and isinstance(self.sampler, Grouped):
+            raise DataError(f"{name}: order is ready, but each batch has samples of one group; set data.order to strict")
         if self._on_bad_sample == "skip" and mesh.model_parallel.size > 1 and not self._scatters:
             raise DataError(
                 f"{name}: on_bad_sample=skip, but each of {mesh.model_parallel.size} ranks of a model replica prepares the sample; "
@@ -320,8 +322,10 @@ class Loader(AbstractContextManager["Loader"]):
                     raise DataError(message) from problem
                 if attempt == _MAX_ATTEMPTS:
                     raise DataError(f"{message}; {_MAX_ATTEMPTS} samples in a row could not be used") from problem
-                order = self._epoch_order(task.epoch)
-                replacement = int(order[(task.position + attempt) % len(order)])
+                order = np.roll(self._epoch_order(task.epoch), -task.position)
+                if isinstance(self.sampler, Grouped):  # a batch has samples of one group
+                    order = order[self.sampler.group_of[order] == self.sampler.group_of[task.index]]
+                replacement = int(order[attempt % len(order)])
                 self.skipped.append(Skipped(task.epoch, index, replacement, self._reason(problem, index)))
                 logger.warning("%s; skipped, %d in its place", message, replacement)
                 index = replacement

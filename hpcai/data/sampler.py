@@ -56,13 +56,14 @@ def _generator(*seed: int) -> np.random.Generator:
 
 
 class InOrder(Sampler):
-    """Sequential order, 0 ... N - 1, in every epoch."""
+    """Sequential order, 0 ... N - 1, or the given indices, in every epoch."""
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: int | np.ndarray) -> None:
+        self._order = samples if isinstance(samples, np.ndarray) else np.arange(samples)
+        self.samples = len(self._order)
 
     def order(self, epoch: int) -> np.ndarray:
-        return np.arange(self.samples)
+        return self._order
 
 
 class Shuffled(Sampler):
@@ -95,6 +96,61 @@ def _shuffled_passes(count: int, first: int, end: int, *seed: int) -> np.ndarray
     passes = range(first // count, -(-end // count))
     sequence = np.concatenate([_generator(*seed, number).permutation(count) for number in passes])
     return sequence[first - passes.start * count :][: end - first]
+
+
+class Grouped(Sampler):
+    """Batches of B samples of one group each, such as images of one size: shuffled passes over each group, of which an epoch is the
+    next ``samples`` (by default N), rounded down to batches.
+
+    If a group is no multiple of the batch, nothing is dropped: its next pass starts within the batch, as in ``Endless``. The
+    batches that one pass over all groups fills are in random order.   ``group_of``: the group of each sample [N]
+    """
+
+    def __init__(self, group_of: Sequence[int] | np.ndarray, batch: int, samples: int | None = None, seed: int = 0) -> None:
+        self.group_of, self.batch, self.seed = np.asarray(group_of), batch, seed
+        self.members = [np.flatnonzero(self.group_of == group) for group in np.unique(self.group_of)]
+        self.samples = (len(self.group_of) if samples is None else samples) // batch * batch
+        if not self.samples:
+            raise DataError(f"{len(self.group_of)} samples do not fill one batch of {batch}; make more data or lower the batch")
+
+    def order(self, epoch: int) -> np.ndarray:
+        first, end = (e * self.samples // self.batch for e in (epoch, epoch + 1))
+        number = first * self.batch // len(self.group_of)  # passes over all groups, which have at most ``first`` batches
+        done, labels = self._batches(number), np.array([], int)  # batches of each group before, and the groups of those that follow
+        start = int(done.sum())
+        while start + len(labels) < end:
+            label = np.repeat(np.arange(len(done)), self._batches(number + 1) - self._batches(number))
+            labels, number = np.append(labels, _generator(self.seed, len(done), number).permutation(label)), number + 1
+        done, labels = done + np.bincount(labels[: first - start], minlength=len(done)), labels[first - start : end - start]
+        rows = np.empty((len(labels), self.batch), int)
+        for group, members in enumerate(self.members):
+            if count := int(np.count_nonzero(labels == group)):
+                begin = self.batch * int(done[group])
+                drawn = _shuffled_passes(len(members), begin, begin + self.batch * count, self.seed, group)
+                rows[labels == group] = members[drawn].reshape(count, self.batch)
+        return rows.ravel()
+
+    def _batches(self, passes: int) -> np.ndarray:
+        """Return the number of full batches of each group in the first ``passes`` passes."""
+        return passes * np.array([len(members) for members in self.members]) // self.batch
+
+    def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        if len(groups := np.unique(self.group_of[indices])) > 1:
+            raise DataError(f"a batch has samples of {len(groups)} groups: its size changed within an epoch; keep the former one")
+        return split_range(len(indices), rank, size)
+
+
+class GroupedInOrder(InOrder):
+    """Every sample once, for evaluation, in batches of B samples of one group each. The last batch of a group is filled up with
+    positions without a sample, -1, that no replica gets.   ``group_of``: the group of each sample [N]"""
+
+    def __init__(self, group_of: Sequence[int] | np.ndarray, batch: int) -> None:
+        parts = [np.flatnonzero(np.asarray(group_of) == group) for group in np.unique(group_of)]
+        super().__init__(np.concatenate([np.pad(part, (0, -len(part) % batch), constant_values=-1) for part in parts]))
+
+    def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        filled = np.flatnonzero(indices >= 0)
+        return filled[split_range(len(filled), rank, size)]
 
 
 class Blend(Sampler):

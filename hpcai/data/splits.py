@@ -133,6 +133,13 @@ def row_shards(rows: Rows, shards: int) -> np.ndarray:
     return np.array([of_file[rows.locate(index)[0]] for index in range(len(rows))])
 
 
+def group_by_shape(rows: Rows, name: str) -> np.ndarray:
+    """Return the group of each sample, of equal shapes of a field. A file has one shape.   [N]"""
+    counts = np.asarray(rows.catalog.rows)
+    shapes = [rows.shape(int(first), name) for first in np.cumsum(counts) - counts]
+    return np.repeat(np.unique(shapes, axis=0, return_inverse=True)[1], counts)
+
+
 @contextmanager
 def training_statistics(directory: Path, of: str, remedy: str) -> Iterator[dict[str, Any]]:
     """Context manager: the statistics of the training split, ``of`` some data. Raises DataError if an entry that its block reads is

@@ -75,7 +75,7 @@ class SampleCache:
 
     def __init__(self, batches: Any) -> None:
         self._batches, self._cached = batches, list[Any]()
-        self.samples, self._complete = batches.samples, False
+        self.samples, self._complete = getattr(batches, "dataset_size", batches.samples), False
 
     def __len__(self) -> int:
         return len(self._batches)

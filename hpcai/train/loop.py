@@ -471,7 +471,8 @@ class _Training:
             parameters=_count_parameters(self.step.model, self.mesh),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.batch_size,
             train_samples=getattr(self.data, "dataset_size", self.data.samples),  # from which an epoch's samples are drawn
-            validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed, **self.cost.facts(self.peak),
+            validation_samples=getattr(self.validation, "dataset_size", getattr(self.validation, "samples", 0)),
+            resumed_from=resumed, **self.cost.facts(self.peak),
         )  # fmt: skip
         for text in (*(self.checkpoints.messages if self.checkpoints else ()), *self.step.messages):
             self.reports.emit("note", step=self.progress.step, text=text)

@@ -4,24 +4,30 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.numpy import save_file
 
 from apps.diffusion.__main__ import main
 from apps.diffusion.data import complete_network
+from apps.diffusion.latents import EncodedImages, layouts, read_metadata
 from apps.diffusion.settings import Config
 from data_prep import fields
 from hpcai import config
-from hpcai.models.diffusion import Batch, Condition, Diffusion, score
+from hpcai.data import Rows
+from hpcai.errors import DataError
+from hpcai.models.diffusion import VAE, Batch, Condition, Diffusion, VAEConfig, save_folder, score
 from tests.apps.app_contract import AppContract
-from tests.apps.app_runs import ROOT, metric_by_step
+from tests.apps.app_runs import ROOT, metric_by_step, resumed_from
 from tests.apps.small_apps import DIFFUSION as APP
 from tests.apps.small_apps import simulator
+from tests.captions import WORDS, save_text_encoders
 
 
 def damage_data(data: Path, kind: str) -> None:
@@ -211,7 +217,6 @@ def test_held_out_samples_are_scored_at_the_times_of_the_settings(data: Path) ->
 
 def test_a_shard_of_a_turned_field_equals_that_of_the_full_field_and_reads_little_else(tmp_path: Path) -> None:
     from apps.diffusion.data import Fields
-    from hpcai.data import Rows
 
     simulator("fields", "--samples 4 --validation 0.5 --rows 2 --kind volumes --size 8")(tmp_path)
     fields: dict[str, tuple] = {"high": ("float32", (1, 8, 8, 8)), "low": ("float32", (1, 2, 2, 2))}
@@ -230,3 +235,53 @@ def test_a_shard_of_a_turned_field_equals_that_of_the_full_field_and_reads_littl
     unturned = Fields(rows, box=boxes[1])
     assert unturned.selection(1, 0) == dict.fromkeys(("high", "fine"), (slice(None), slice(3, 8)))
     assert np.array_equal(unturned.sample(1, 0).sample, Fields(rows).sample(1, 3).sample[:, 3:8, 0:4])
+
+
+BUCKETS = """model.unet={channels: [8,8], heads: [1,1], groups: 4, attention: [none,cross], middle: none, tokens: 28, inputs: 2,
+ outputs: 2, field: 0, patch: 1, periodic: []}; model.residual=null; model.unconditional=0.3; data.batch=4; data.epoch=20;
+ train.epochs=null; step.precision=fp64"""
+
+
+def test_buckets_train_alike_on_ranks_and_after_a_resume(tmp_path: Path, capsys: Any, quiet_hugging_face: None) -> None:
+    """Images of three aspect ratios, with texts of SDXL's encoders, and a resume within an epoch on another number of ranks."""
+    pytest.importorskip("transformers", reason="transformers is not installed: buckets of images with texts are NOT tested")
+    from data_prep import latents
+
+    torch.manual_seed(0)
+    model, data, alone, two, images = (tmp_path / name for name in ("model", "data", "alone", "two", "images"))
+    images.mkdir()
+    vae = VAEConfig(latents=2, channels=(8, 8, 8), blocks=1, groups=2)
+    save_folder(VAE(vae).state_dict(), vae, model / "vae")
+    save_text_encoders(model, "sdxl")
+    (model / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline", "force_zeros_for_empty_prompt": true}')
+    random, exif, shapes = np.random.default_rng(0), Image.Exif(), [(33, 33), (40, 66), (90, 50)]
+    exif[0x0112] = 6  # rows are columns of the file
+    for number in range(24):
+        height, width = shapes[number % 7 % 3]
+        image = Image.fromarray(random.integers(0, 256, (width, height, 3), np.uint8))
+        image.save(images / f"{number:02}.png", exif=exif)
+        (images / f"{number:02}.txt").write_text(WORDS[number % len(WORDS)])
+    options = ["--size", "32", "--buckets", "8", "--validation", "7", "--device", "cpu", "--model", str(model)]
+    assert latents.main(["convert", str(images), str(data), *options]) == latents.main(["check", str(data), "--no-picture"]) == 0
+    sizes = {(8, 8): [33, 33, 0, 0, 32, 32], (6, 10): [40, 66, 0, 0, 24, 40], (10, 6): [90, 50, 1, 0, 40, 24]}
+    for path in data.glob("*/*.h5"):
+        with h5py.File(path) as file:
+            assert (file["sizes"][:] == sizes[file["moments"].shape[2:]]).all()
+    assert not np.load(data / "nothing.npz")["tokens"].any(), "as force_zeros_for_empty_prompt has it"
+
+    app = replace(APP, quick_settings=[*APP.quick_settings, *BUCKETS.replace("\n", "").split("; ")])
+    assert app.run(data, alone, "train.steps=7") == 0 and app.on_ranks(2, data, two, "train.steps=3", "step.accumulate=2")
+    assert app.run(data, two, "train.steps=7") == 0 and resumed_from(two) == 3 and len(metric_by_step(alone)) == 7
+    assert metric_by_step(two) == pytest.approx(metric_by_step(alone), rel=1e-9)
+    assert metric_by_step(two, "evaluate")[7] == pytest.approx(metric_by_step(alone, "evaluate")[7], rel=1e-9)
+    assert np.load(alone / "ensembles.npz")["truth"].shape[0] == 3
+    network, cfg, folder = SimpleNamespace(inputs=2, tokens=28, sizes=6), Config(), data / "train"
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"unet": network})})
+    rows = Rows(folder, layouts(cfg, folder, metadata := read_metadata(folder)))
+    assert EncodedImages(rows).sample(len(rows) - 1, 0).condition.sizes.tolist() in sizes.values()
+    del metadata["fields"]["sizes"]  # as in data of earlier versions
+    with pytest.raises(DataError, match=r"no sizes of images, which the network of model takes; .*: python -m data_prep\.latents"):
+        layouts(cfg, folder, metadata)
+    capsys.readouterr()
+    for setting, text in {"data.order=ready": "order is ready", "data.scored=2": "data.scored is for one"}.items():
+        app.check_refused(data, tmp_path / "other", [setting], text, capsys)

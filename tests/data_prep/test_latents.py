@@ -25,7 +25,7 @@ from hpcai.data.splits import open_split
 from hpcai.errors import DataError, MissingExtraError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network, save_folder
 from hpcai.settings import LoaderConfig
-from tests.captions import WORDS, save_tokenizer
+from tests.captions import WORDS, save_text_encoders
 from tests.data_prep.prep_contract import check_error, columns, content, damage, read_json, write_files
 from tests.reference_data import load_json
 
@@ -48,15 +48,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     cfg = VAEConfig(latents=L, channels=(8, 8, 8), blocks=1, groups=2, scale=0.5, shift=0.1, quantised=False)
     save_folder(VAE(cfg).state_dict(), cfg, folder / "vae")
-    clip = transformers.CLIPTextConfig(
-        vocab_size=20, hidden_size=POOLED, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=POSITIONS, eos_token_id=2, bos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    transformers.CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
-    t5 = transformers.T5Config(vocab_size=20, d_model=J, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
-    transformers.T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
-    save_tokenizer(folder / "tokenizer", True)
-    save_tokenizer(folder / "tokenizer_2", False)
+    save_text_encoders(folder, "flux")
     return folder
 
 
@@ -158,7 +150,8 @@ def split_numbers(count: int = IMAGES, held_out: int = 3) -> dict[str, list[int]
 def check_rows(out: Path, pipeline: Path, names: Sequence[str] = ("moments", "tokens", "pooled"), count: int = IMAGES) -> None:
     for split, numbers in split_numbers(count).items():
         rows = columns(out / split)
-        assert sorted(rows) == sorted(names) and len(rows["moments"]) == len(numbers)
+        assert sorted(rows) == sorted([*names, "sizes"]) and len(rows["moments"]) == len(numbers)
+        assert (rows["sizes"] == [SIZE + 4, SIZE + 9, 0, 2, SIZE, SIZE]).all() and rows["sizes"].dtype == np.int64
         for row, number in enumerate(numbers):
             expected = expected_row(pipeline, number)
             for name in names:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hpcai.errors import CheckpointError
+from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.diffusion import VAE, Condition, Diffusion, UNet, UNetConfig, VAEConfig, draw_samples, load_network, save_folder
 from hpcai.models.diffusion.config import DiffusionConfig, DiffusionLoRAConfig, DiTConfig, FluxConfig, SD3Config
 from hpcai.models.diffusion.dit import DiT
@@ -19,6 +20,7 @@ from hpcai.models.diffusion.flux import Flux, pack_latents
 from hpcai.models.diffusion.load import to_config
 from hpcai.models.diffusion.lora import adapt, load_adapter, merge, save_adapter
 from hpcai.models.diffusion.sd3 import SD3
+from tests.captions import save_text_encoders
 
 _WHY = "diffusers is not installed: conversion to and from diffusers is NOT tested; pip install hpcai-suite[peers]"
 diffusers: Any = pytest.importorskip("diffusers", reason=_WHY)
@@ -123,6 +125,43 @@ def compute_outputs(model: Any, peer: Any) -> tuple[Tensor, Tensor]:
         condition = condition._replace(pooled=randn(2, cfg.pooled), sizes=SIZES)
         kwargs["added_cond_kwargs"] = {"text_embeds": condition.pooled, "time_ids": SIZES}
     return model(x, times, condition), peer(x, times, class_labels=classes, **kwargs).sample
+
+
+@pytest.mark.parametrize("kind", ["sdxl", "sd3", "sd3 without T5"])
+def test_texts_are_encoded_as_by_pipelines(kind: str, tmp_path: Path) -> None:
+    why = "diffusers cannot import its pipelines with these versions: texts of SDXL and SD3 are NOT tested"
+    names = {"sdxl": "stable_diffusion_xl.pipeline_stable_diffusion_xl", "sd3": "stable_diffusion_3.pipeline_stable_diffusion_3"}
+    transformers = pytest.importorskip("transformers", reason=why)
+    module = pytest.importorskip(f"diffusers.pipelines.{names[kind.split()[0]]}", reason=why, exc_type=ImportError)
+    from data_prep import encoders
+
+    torch.manual_seed(1)
+    save_text_encoders(tmp_path, kind)
+    (tmp_path / "vae").mkdir()
+    absent = ("unet",) if kind == "sdxl" else ("transformer", "text_encoder_3", "tokenizer_3")
+    parts: dict[str, Any] = dict.fromkeys(("vae", "scheduler", *absent))
+    for folder in sorted(tmp_path.glob("text_encoder*")):
+        architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+        tokenizer = folder.name.replace("text_encoder", "tokenizer")
+        parts[folder.name] = getattr(transformers, architecture).from_pretrained(folder).eval()
+        parts[tokenizer] = transformers.AutoTokenizer.from_pretrained(tmp_path / tokenizer, model_max_length=9)
+    pipeline = (module.StableDiffusionXLPipeline if kind == "sdxl" else module.StableDiffusion3Pipeline)(**parts)
+    kwargs: dict[str, Any] = {}
+    if kind != "sdxl":
+        pipeline.transformer = SimpleNamespace(config=SimpleNamespace(joint_attention_dim=40))
+        kwargs = {"prompt_2": None, "prompt_3": None, "max_sequence_length": 5, "device": torch.device("cpu")}
+    captions = ["a red cat", "the moon on a dog and a cat on the moon", ""]
+    with torch.no_grad():
+        tokens, _, pooled, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False, **kwargs)
+    cfg = encoders.resolve_networks(tmp_path, None, None, None, kwargs.get("max_sequence_length"), True, "float32", "cpu")
+    texts = encoders.load_networks(replace(cfg, vae=None)).text_encoders
+    for name, expected in (("tokens", tokens), ("pooled", pooled)):
+        actual, truncated = texts[name].encode(captions, captions)
+        assert actual.shape[1:] == texts[name].shape and truncated == 1
+        torch.testing.assert_close(actual, expected.double(), rtol=1e-5, atol=1e-6)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "KandinskyPipeline"}')
+    with pytest.raises(ConfigError, match="model_index.json: a KandinskyPipeline, expected SDXL or SD3; name the encoders singly"):
+        encoders.resolve_networks(tmp_path, None, None, None, None, True, "float32", "cpu")
 
 
 # Blocks with attention of "sdxl", by their names in the code of latent diffusion and in kohya's files, and their channels

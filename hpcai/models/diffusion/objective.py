@@ -27,6 +27,7 @@ class Batch(NamedTuple):
     classes: Tensor | None = None
     tokens: Tensor | None = None
     pooled: Tensor | None = None
+    sizes: Tensor | None = None
     """see ``Condition``"""
     level: Tensor | None = None
     """[B] noise level 0 to 7 of held-out samples; None: the index modulo 8"""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hpcai.data import Loader
 from hpcai.data.loader import _EpochPlan
+from hpcai.data.sampler import Grouped, GroupedInOrder
 from hpcai.errors import ConfigError, DataError
 from tests.index_source import IndexSource
 from tests.reference_data import load_json
@@ -280,6 +281,21 @@ def test_any_exception_of_a_sample_is_skipped_but_not_errors_of_the_process(prob
         else:
             with pytest.raises((DataError, ConfigError), match=str(problem)):
                 list(loader.epoch(0))
+
+
+def test_a_bad_sample_is_replaced_by_one_of_its_group() -> None:
+    source = Numbers(16, broken=(3, 8))
+    with new_loader(16, 4, source=source, sampler=Grouped(np.arange(16) % 2, 4), on_bad_sample="skip") as loader:
+        assert all(len({*(b["x"] % 2).tolist()}) == 1 for epoch in range(4) for b in loader.epoch(epoch))
+        assert len(loader.skipped) == 8
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_evaluation_takes_each_sample_of_each_group_once(size: int) -> None:
+    kwargs: dict[str, Any] = {"sampler": GroupedInOrder(np.arange(19) % 3 % 2, 4), "last_batch": "keep"}
+    batches = [each for rank in range(size) for each in read_epoch(new_loader(19, 4, rank, size, **kwargs))]
+    assert sorted(number for batch in batches for number in batch) == list(range(19))
+    assert all(len({number % 3 % 2 for number in batch}) == 1 for batch in batches)
 
 
 def test_evaluation_stops_at_a_bad_sample() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcai.data.sampler import Balanced, Blend, Endless, InOrder, Sampler, Sharded, Shuffled, Weighted, split_range
+from hpcai.data.sampler import Balanced, Blend, Endless, Grouped, InOrder, Sampler, Sharded, Shuffled, Weighted, split_range
 from hpcai.errors import DataError
 
 
@@ -23,6 +23,7 @@ def new_samplers(count: int, batch: int, seed: int) -> list[Sampler]:
     return [
         InOrder(count), Shuffled(count, seed), Endless(count, 2 * batch, seed), Weighted(costs, 3 * batch, seed),
         Sharded(np.arange(count) % 4, batch, seed), Balanced(costs, seed), Balanced(costs, seed, equal=False),
+        Grouped(np.zeros(count), batch, seed=seed),
     ]  # fmt: skip
 
 
@@ -76,6 +77,24 @@ def test_a_blend_has_each_dataset_in_proportion_in_full_passes(datasets: list[tu
     assert np.array_equal(blend.order(3), orders[3])
     with pytest.raises(DataError, match="has none of the set of weight 1"):
         Blend([5, 5], [1, 1000], 100)
+
+
+@given(st.lists(st.integers(8, 40), min_size=2, max_size=5), st.sampled_from([2, 4, 16]), st.integers(0, 9), st.booleans())
+@settings(max_examples=30)
+def test_every_batch_is_of_one_group_and_no_sample_is_left_out(counts: list[int], batch: int, seed: int, halves: bool) -> None:
+    groups = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts))
+    sampler = Grouped(groups, batch, 16 if halves else None, seed)
+    sequence = np.concatenate([sampler.order(epoch) for epoch in range(12)])
+    assert sampler.samples == (16 if halves else len(groups) // batch * batch) == len(sequence) // 12
+    assert (np.ptp(groups[sequence].reshape(-1, batch), 1) == 0).all()
+    for group, count in enumerate(counts):
+        drawn = sequence[groups[sequence] == group]
+        assert abs(len(drawn) - len(sequence) * count / len(groups)) <= len(counts) * batch, "in proportion to the group"
+        assert np.ptp(np.bincount(drawn, minlength=len(groups))[groups == group]) <= 1, "passes are complete, also across epochs"
+    with pytest.raises(DataError, match="samples of 2 groups: its size changed within an epoch"):
+        sampler.assign(np.array([np.flatnonzero(groups == group)[0] for group in (0, 1)]), 0, 1)
+    with pytest.raises(DataError, match="8 samples do not fill one batch of 9"):
+        Grouped(np.zeros(8), 9)
 
 
 def test_weighted_draws_follow_the_weights() -> None:
