@@ -359,7 +359,8 @@ def convert(options: argparse.Namespace) -> command.Plan:
     networks_text = [*(f"{name} {header[name]}" for name in ("tokens", "pooled") if header[name]),
                      *(f"encoder {name}" for name in header["encoders"])]  # fmt: skip
     networks_text += [f"buckets of {options.buckets} pixels"] * bool(options.buckets)
-    finalize, config = partial(_finalize, options, args, header), "flux" if header["pooled"] else "sd2"
+    config = {"sdxl": "sdxl-lora", "sd3": "sd3"}.get(networks.pipeline, "flux" if header["pooled"] else "sd2")
+    finalize = partial(_finalize, options, args, header)
     return command.Plan(recipe, jobs, header, ", ".join([text, *networks_text]), finalize=finalize, config=config,
                         refused=[item for group in parts.values() for item in captioned.list_unread(group)]
                         + [item for group in shards.values() for shard in group for item in shard.refused])  # fmt: skip

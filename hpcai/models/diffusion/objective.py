@@ -37,8 +37,6 @@ class Batch(NamedTuple):
     """[B, D] int64 cells by which the sample is shifted along its dims; None: it is not"""
     future: Tensor | None = None
     """[B, L, C, ...] true states of a forecast, of which the first is the sample"""
-    sizes: Tensor | None = None
-    """see ``Condition``"""
 
     @property
     def condition(self) -> Condition:
