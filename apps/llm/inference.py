@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from apps.llm.settings import Config
 from hpcai import config
@@ -196,5 +197,10 @@ def draw(plans: Mapping[int, Sequence[Serving]]) -> Figure:
                 axes.annotate(name, (1 / each.latency, each.throughput), (4, 4), textcoords="offset points", fontsize="x-small")
         axes.set(xscale="log", yscale="log", xlabel="tokens/s of a text", ylabel="tokens/s of a GPU",
                  title="tensor x pipeline parallelism, texts")  # fmt: skip
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
+        axes.margins(0.12)
         axes.legend()
     return figure
