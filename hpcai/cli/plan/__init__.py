@@ -8,16 +8,18 @@ the benchmark's reference at each batch size. `--ways` varies one axis of the me
 settings say (mesh.pipeline, mesh.context), and then by default not along this one. `--search` compares all meshes of language
 models (tensor, context, pipeline and expert parallelism) and what activations are recomputed, at the batch of the settings.
 
-    --check    predict published results, and print the errors
+    --check        predict published results, and print the errors
+    --inference    plan the generation of texts instead: latency and throughput of meshes of tensor and pipeline parallelism
 """
 
 import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcai.cli import make_parser, tables
+from hpcai.cli import apps, make_parser, tables
 from hpcai.plan import machines
 from hpcai.plan.machines import MACHINES, Machine
 
@@ -29,6 +31,9 @@ Row = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     args = _parse_args(argv)
+    if args.inference:
+        apps.require_module(args.app, "inference").main(args)
+        return 0
 
     from rich.console import Console
 
@@ -73,10 +78,14 @@ def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--slower", type=float, metavar="FACTOR", help="slowdown of kernels relative to the machine's rates")
     parser.add_argument("--measured", type=float, metavar="SECONDS", help="of a step of one sample on one GPU of --machine")
     parser.add_argument("--check", action="store_true", help="predict published results")
+    parser.add_argument("--inference", action="store_true", help="plan the generation of texts, not a training")
+    parser.add_argument("--lengths", type=int, nargs=2, default=(2048, 128), metavar="N", help="tokens of a prompt, and new ones")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="of latency and throughput, with --inference")
     parser.add_argument("--json", action="store_true", help="print only JSON")
     args = parser.parse_intermixed_args(argv)
-    if min(*args.gpus, *(args.ways or [1])) < 1 or args.evaluate < 0 or min(args.slower or 1, args.measured or 1) <= 0:
-        parser.error("numbers of GPUs and ways are at least 1, factors and seconds more than 0")
+    counts, factors = (*args.gpus, *args.lengths, *(args.ways or [1])), (args.slower or 1, args.measured or 1)
+    if min(counts) < 1 or args.evaluate < 0 or min(factors) <= 0:
+        parser.error("numbers of GPUs, tokens and ways are at least 1, factors and seconds more than 0")
     return args
 
 
