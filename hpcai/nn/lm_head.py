@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcai.dynamo import UntransformedFunction, disable_dynamo
+from hpcai.errors import ConfigError
 from hpcai.kernels.chunking import chunk_size
 from hpcai.kernels.triton_support import needs_plain_ops, on_cpu
 from hpcai.nn.matmul import cast_to_autocast
@@ -47,8 +48,8 @@ class VocabShard:
 class LMHead(nn.Linear):
     """hidden [..., C] -> logits [..., V]; with ``targets`` [...] -> the cross entropy of each token [...], in float32 or wider.
 
-    It is 0 where the target is ``IGNORE_INDEX``, and NaN where the target is no vocabulary entry. Logits are computed in chunks of
-    tokens, once if the loss is a multiple of the sum over tokens, otherwise again in the backward pass.
+    It is 0 where the target is ``IGNORE_INDEX``, and NaN where the target is no vocabulary entry. Logits are divided by
+    ``temperature``, which excludes ``softcap``. They are computed in chunks of tokens, once if the loss is a multiple of the sum over tokens, otherwise again in the backward pass.
 
     Args:
         softcap: Logits, also those that are returned, are softcap * tanh(logits / softcap) (Gemma 2; Gemma Team 2024).
@@ -62,7 +63,11 @@ class LMHead(nn.Linear):
         super().__init__(channels, vocab_size, bias=False)
         self.softcap, self.z_loss = softcap, z_loss
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+        if temperature != 1.0:
+            if self.softcap is not None:
+                raise ConfigError(f"logits have the soft cap {self.softcap:g} and temperature {temperature:g}; leave out one of them")
+            hidden = hidden / temperature
         if targets is None:
             return self.vocab.gather_logits(self._cap(F.linear(self.vocab.gather_hidden(hidden), self.weight)))
         return self._cross_entropy(hidden, targets)
