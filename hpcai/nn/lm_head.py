@@ -48,8 +48,9 @@ class VocabShard:
 class LMHead(nn.Linear):
     """hidden [..., C] -> logits [..., V]; with ``targets`` [...] -> the cross entropy of each token [...], in float32 or wider.
 
-    It is 0 where the target is ``IGNORE_INDEX``, and NaN where the target is no vocabulary entry. Logits are divided by
-    ``temperature``, which excludes ``softcap``. They are computed in chunks of tokens, once if the loss is a multiple of the sum over tokens, otherwise again in the backward pass.
+    It is 0 where the target is ``IGNORE_INDEX``, and NaN where the target is no vocabulary entry. Logits are computed in chunks of
+    tokens, once if the loss is a multiple of the sum over tokens, otherwise again in the backward pass. Those of the cross entropy
+    are divided by ``temperature``. Raises ConfigError for a temperature with ``softcap``.
 
     Args:
         softcap: Logits, also those that are returned, are softcap * tanh(logits / softcap) (Gemma 2; Gemma Team 2024).
@@ -64,13 +65,11 @@ class LMHead(nn.Linear):
         self.softcap, self.z_loss = softcap, z_loss
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Tensor:
-        if temperature != 1.0:
-            if self.softcap is not None:
-                raise ConfigError(f"logits have the soft cap {self.softcap:g} and temperature {temperature:g}; leave out one of them")
-            hidden = hidden / temperature
         if targets is None:
             return self.vocab.gather_logits(self._cap(F.linear(self.vocab.gather_hidden(hidden), self.weight)))
-        return self._cross_entropy(hidden, targets)
+        if self.softcap is not None and temperature != 1.0:
+            raise ConfigError(f"temperature is {temperature:g}, but logits have a soft cap (logit_softcap); set temperature to 1")
+        return self._cross_entropy(hidden if temperature == 1.0 else hidden / temperature, targets)
 
     def _cap(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_() * self.softcap

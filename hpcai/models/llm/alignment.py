@@ -2,8 +2,8 @@
 
     step = Step(model, partial(policy_loss, cfg=PolicyConfig(normalization="sequence")), cfg.step, mesh)
 
-The model returns the log-probability of each token and never materializes logits: there is no entropy bonus, which needs them. Ranks
-of ``context`` sum outputs to those of all tokens, and compute the same loss.   B rows, T tokens of each but the first
+The model returns log-probabilities of tokens and never materializes logits: there is no entropy bonus, which needs them. Ranks of
+``context`` gather the outputs of all tokens by an all-reduce, and compute the same loss.   B rows, T tokens of each but the first
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ _POLICY, _PREFERENCE = PolicyConfig(), PreferenceConfig()
 
 
 class RolloutBatch(NamedTuple):
-    """Sampled sequences. Column t of a field [B, T] is about ``tokens[:, t + 1]``, and counts where ``loss_mask`` has this token."""
+    """Sampled sequences. Column t of a field [B, T] is about ``tokens[:, t + 1]``, and counts if ``loss_mask`` has this token."""
 
     tokens: Tensor  # [B, T + 1] int64
     loss_mask: Tensor  # [B, T + 1] whether the policy sampled a token; the first of a sequence is none
@@ -89,9 +89,9 @@ def policy_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) ->
 
     Means over tokens: ``ratio``, new to old probability; ``clipped_low`` and ``clipped_high``, whether a token has no gradient for
     this clip; ``kl_k1`` and ``kl_k3``, two estimates of the divergence from the old policy (Schulman, "Approximating KL
-    divergence", 2020); ``reference_kl_k1`` and ``reference_kl_k3`` from the reference; ``entropy``, estimated by the sampled tokens;
-    ``capped``, whether the importance weight is above its cap. Sequences without a token of ``loss_mask`` do not count. Raises
-    ConfigError for settings that need what the batch or the model does not have.
+    divergence", 2020); ``reference_kl_k1`` and ``reference_kl_k3``, from the reference; ``entropy``, estimated by the sampled
+    tokens; ``capped``, whether the importance weight is above its cap. Sequences without a token of ``loss_mask`` do not count.
+    Raises ConfigError for settings that need what the batch or the model does not have.
     """
     _check_experts(model, cfg.normalization == "token")
     for setting, field in ("beta", "reference_log_probs"), ("importance_cap", "engine_log_probs"):
@@ -116,7 +116,7 @@ def policy_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) ->
         difference = (batch.reference_log_probs - current).where(mask, 0)
         metrics["reference_kl_k1"], metrics["reference_kl_k3"] = -difference, difference.expm1() - difference
         losses = losses + cfg.beta * metrics["reference_kl_k3"] if cfg.beta else losses
-    divisor = {"token": 1, "sequence": lengths.clamp(min=1), "constant": cfg.length}[cfg.normalization]
+    divisor: Any = {"token": 1, "sequence": lengths.clamp(min=1), "constant": cfg.length}[cfg.normalization]
     count = mask.sum().to(current.dtype) if cfg.normalization == "token" else sequences
     return {"loss": ((losses / divisor).where(mask, 0).sum(), count), **_means(metrics, mask), **router_metrics(model)}
 
@@ -132,7 +132,8 @@ def value_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) -> 
     if clip is not None and old is not None:
         clipped = old + (current - old).clamp(-clip, clip)
         losses, metrics["clipped"] = torch.maximum(losses, (clipped - returns).square()), (current - old).abs() > clip
-    return {"loss": (losses.where(mask, 0).sum() / 2, mask.sum().to(current.dtype)), **_means(metrics, mask), **router_metrics(model)}
+    loss = losses.where(mask, 0).sum() / 2, mask.sum().to(current.dtype)
+    return {"loss": loss, **_means(metrics, mask), **router_metrics(model)}
 
 
 def reward_loss(model: Any, batch: PreferenceBatch) -> Metrics:

@@ -24,7 +24,7 @@ class ValueHead(nn.Linear):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def forward(self, hidden: Tensor, targets: None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, targets: None = None) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             return cast(Tensor, self.all_values(F.linear(hidden.to(wide), self.weight.to(wide))[..., 0]))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.json_file import read_object
 from hpcai.models.llm.config import LLMConfig
-from hpcai.models.llm.critic import ValueHead
+from hpcai.models.llm.critic import Critic
 from hpcai.models.llm.families import CONFIG, OURS, Rule, comparable, family, hub_config, read_config, tensor_rules, to_hub, views
 from hpcai.models.llm.model import LLM
 from hpcai.models.llm.mxfp4 import Mxfp4View
@@ -68,7 +68,7 @@ def load_deferred(model: LLM, folder: str | Path) -> LLM:
     shard only. ``folder``: as for ``load_weights``; of a ``Critic`` also weights without its head, which keeps its initialisation.
     Raises CheckpointError for weights that do not fit, before any is read."""
     folder, part, cfg = resolve_run(Path(folder)), cast(nn.Module, model), model.cfg
-    if isinstance(model.lm_head, ValueHead) and not _has_value_head(folder):
+    if isinstance(model, Critic) and not _has_value_head(folder):
         part, cfg = model.model, cfg.model_copy(update={"tied": read_settings(folder).tied})
     prefix = "" if part is model else "model."
     tensors = {name.removeprefix(prefix): tensor for name, tensor in _open_weights(folder, cfg).items() if name.startswith(prefix)}
