@@ -21,7 +21,7 @@ def group_advantages(rewards: Any, scale: Literal["group", "batch", "none"] = "g
     REINFORCE++ with baseline (Hu et al. 2025) is ``whiten`` of advantages without a scale. Raises DataError for rewards that are
     not finite.
     """
-    rewards = _checked(rewards, "prompt", "sample")
+    rewards = _finite_rewards(rewards, "prompt", "sample")
     uniform = (rewards == rewards[:, :1]).all(1, keepdim=True)
     values = rewards - rewards.mean(1, keepdim=True)
     if scale != "none":
@@ -41,7 +41,7 @@ def leave_one_out(rewards: Any) -> tuple[Tensor, int]:
 def kl_rewards(scores: Any, log_probs: Any, reference_log_probs: Any, mask: Any, beta: float) -> Tensor:
     """Return rewards of tokens [B, T]: -beta times the log-ratio of policy and reference, plus the score [B] of a sequence at its
     last token of ``mask`` (Ziegler et al. 2019). Raises DataError for scores that are not finite, and for sequences of no token."""
-    scores, mask = _checked(scores, "sequence"), torch.as_tensor(mask)
+    scores, mask = _finite_rewards(scores, "sequence"), torch.as_tensor(mask)
     if len(empty := (~mask.any(1)).nonzero()):
         raise DataError(f"sequence {int(empty[0])} has no token to reward; leave it out of the batch")
     rewards = torch.where(mask, -beta * (torch.as_tensor(log_probs) - torch.as_tensor(reference_log_probs)), 0.0)
@@ -55,7 +55,7 @@ def gae(rewards: Any, values: Any, mask: Any, gamma: float = 1.0, lam: float = 0
     ``rewards``, ``values``, ``mask`` [B, T]: of one sequence in each row; ``mask`` has the tokens of the policy. Others between
     them, such as results of tools, take no time. Raises DataError for rewards that are not finite.
     """
-    rewards, values, mask = _checked(rewards, "sequence", "token"), torch.as_tensor(values), torch.as_tensor(mask)
+    rewards, values, mask = _finite_rewards(rewards, "sequence", "token"), torch.as_tensor(values), torch.as_tensor(mask)
     advantages = torch.zeros_like(values)
     advantage = next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
@@ -97,7 +97,7 @@ class KLController:
         self.beta = float(state["beta"])
 
 
-def _checked(rewards: Any, *dims: str) -> Tensor:
+def _finite_rewards(rewards: Any, *dims: str) -> Tensor:
     rewards = torch.as_tensor(rewards)
     rewards = rewards if rewards.is_floating_point() else rewards.double()
     if len(wrong := (~rewards.isfinite()).nonzero().tolist()):

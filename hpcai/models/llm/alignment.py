@@ -26,13 +26,13 @@ class RolloutBatch(NamedTuple):
 
     tokens: Tensor  # [B, T + 1] int64
     loss_mask: Tensor  # [B, T + 1] whether the policy sampled a token; the first of a sequence is none
-    old_log_probs: Tensor  # [B, T] before the update
-    advantages: Tensor  # [B, T]
+    old_log_probs: Tensor  # [B, T] before the update, by ``token_log_probs``
+    advantages: Tensor  # [B, T], or [B, 1] of rows with one sequence
     documents: Tensor | None = None  # [B, T + 1] sequence of each token of packed rows, which bounds attention
     reference_log_probs: Tensor | None = None  # [B, T] of the reference model
-    engine_log_probs: Tensor | None = None  # [B, T] of the generation engine, which sampled by them
+    engine_log_probs: Tensor | None = None  # [B, T] by which the generation engine sampled
     returns: Tensor | None = None  # [B, T] for a critic
-    old_values: Tensor | None = None  # [B, T] before the update
+    old_values: Tensor | None = None  # [B, T] before the update, by ``token_values``
 
 
 class PreferenceBatch(NamedTuple):

@@ -52,6 +52,12 @@ class PreferenceConfig(Settings):
     sft: NonNegativeFloat = 0.0
     """coefficient of the mean cross entropy of the tokens of a chosen answer (RPO, Pang et al. 2024)"""
 
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.loss == "ipo" and self.label_smoothing:
+            raise ValueError(f"label_smoothing is {self.label_smoothing:g}, which ipo does not have; set it to 0, or loss to dpo")
+        return self
+
 
 class KLConfig(Settings):
     """The coefficient of the divergence from the reference in rewards (Ziegler et al. 2019)."""

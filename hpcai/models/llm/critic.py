@@ -1,5 +1,6 @@
 """A decoder with one value of each token: the critic of PPO, or a reward model.   B rows, T tokens, C channels"""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -44,12 +45,10 @@ class Critic(LLM):
 
     @classmethod
     def load(cls, path: str | Path, cfg: LLMConfig | None = None) -> Self:
-        from hpcai.models.llm.load import load_deferred, read_settings
-
+        module = import_module(f"{cls.package}.load")
         with deferred():
-            critic = cls(cfg or read_settings(path))
-        materialize(load_deferred(critic, path), "cpu")
-        return critic.eval()
+            critic = cls(cfg or module.read_settings(path))
+        return materialize(module.load_deferred(critic, path), "cpu").eval()  # type: ignore[return-value]
 
     def output_files(self, export: Any) -> dict[str, Any]:
         return PretrainedMixin.output_files(self, export)

@@ -155,6 +155,7 @@ def test_errors_name_the_value() -> None:
         (lambda: llm.preference_loss(outputs, PreferenceBatch(*batch[:2])), "preferences need"),
         (lambda: llm.reward_loss(Outputs(current[:3]), PreferenceBatch(batch[0][:3, 1:], batch[1][:3, 1:])), "has 3 rows"),
         (lambda: PolicyConfig(normalization="constant"), "give a length with constant"),
+        (lambda: llm.PreferenceConfig(loss="ipo", label_smoothing=0.1), "ipo does not have"),
         (lambda: llm.token_log_probs(Outputs(-current, z_loss=0.1), batch), "model.z_loss is 0.1"),
         (lambda: llm.token_log_probs(LLM(LLMConfig(**SMALL, logit_softcap=9.0)), batch, 0.5), "temperature is 0.5"),
     ]
