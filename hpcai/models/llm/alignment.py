@@ -97,7 +97,8 @@ def policy_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) ->
     for setting, field in ("beta", "reference_log_probs"), ("importance_cap", "engine_log_probs"):
         if getattr(cfg, setting) and getattr(batch, field) is None:
             raise ConfigError(f"{setting} needs {field}, which the batch does not have; give them, or no {setting}")
-    mask, current, advantages = batch.loss_mask[:, 1:], token_log_probs(model, batch, cfg.temperature), batch.advantages
+    mask, current = batch.loss_mask[:, 1:], token_log_probs(model, batch, cfg.temperature)
+    advantages = batch.advantages.where(mask, 0)
     log_ratio = token_log_ratio = (current - batch.old_log_probs).where(mask, 0)
     lengths, sequences = _sum_sequences(mask.to(current.dtype), batch.documents)
     if cfg.ratio == "sequence":

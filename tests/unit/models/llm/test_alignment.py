@@ -94,8 +94,9 @@ def test_gradient_at_ratio_1_is_that_of_reinforce(ratio: Any) -> None:
 
 def test_fields_outside_of_the_mask_have_no_effect() -> None:
     batch, current = rollouts()
+    cfg = PolicyConfig(ratio="sequence", beta=0.1, importance_cap=2.0)
     noisy = RolloutBatch(*batch[:2], *(None if x is None else x.where(batch.loss_mask[:, 1:], torch.nan) for x in batch[2:]))
-    values, other = (llm.policy_loss(Outputs(-current), x, PolicyConfig(beta=0.1, importance_cap=2.0)) for x in (batch, noisy))
+    values, other = (llm.policy_loss(Outputs(-current), x, cfg) for x in (batch, noisy))
     assert all(torch.equal(values[name][0], other[name][0]) for name in values)
     assert torch.autograd.grad(other["loss"][0], current)[0].isfinite().all()
 
