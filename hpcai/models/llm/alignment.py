@@ -129,11 +129,12 @@ def value_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) -> 
     if returns is None or (clip is not None and old is None):
         raise ConfigError("a critic needs returns, and with value_clip old_values, which the batch does not have; give them")
     mask, current = batch.loss_mask[:, 1:], token_values(model, batch)
-    losses, metrics = (current - returns).square(), {"value": current, "returns": returns}
+    losses, metrics = (current - returns).where(mask, 0).square(), {"value": current, "returns": returns}
     if clip is not None and old is not None:
-        clipped = old + (current - old).clamp(-clip, clip)
-        losses, metrics["clipped"] = torch.maximum(losses, (clipped - returns).square()), (current - old).abs() > clip
-    loss = losses.where(mask, 0).sum() / 2, mask.sum().to(current.dtype)
+        change = (current - old).where(mask, 0)
+        clipped, metrics["clipped"] = old + change.clamp(-clip, clip), change.abs() > clip
+        losses = torch.maximum(losses, (clipped - returns).where(mask, 0).square())
+    loss = losses.sum() / 2, mask.sum().to(current.dtype)
     return {"loss": loss, **_means(metrics, mask), **router_metrics(model)}
 
 

@@ -102,10 +102,12 @@ def test_fields_outside_of_the_mask_have_no_effect() -> None:
 
 
 def test_value_loss_takes_the_larger_error() -> None:
-    mask, old = torch.tensor([[False, True, True, False]]), double([[1.0, 1.0, 1.0]])
-    batch = RolloutBatch(mask.long(), mask, old, old, returns=double([[2.0, 0.0, 9.0]]), old_values=old)
-    values = llm.value_loss(Outputs(double([[1.5, 1.1, 5.0]])), batch)
-    assert float(values["loss"][0]) == pytest.approx((0.8**2 + 1.1**2) / 2) and values["loss"][1] == 2
+    mask, old = torch.tensor([[False, True, True, False]]), double([[1.0, 1.0, torch.nan]])
+    batch = RolloutBatch(mask.long(), mask, old, old, returns=double([[2.0, 0.0, torch.nan]]), old_values=old)
+    current = double([[1.5, 1.1, 5.0]]).requires_grad_()
+    values = llm.value_loss(Outputs(current), batch)
+    torch.testing.assert_close(values["loss"], (double((0.8**2 + 1.1**2) / 2), double(2.0)))
+    torch.testing.assert_close(torch.autograd.grad(values["loss"][0], current)[0], double([[0.0, 1.1, 0.0]]))
     assert values["clipped"] == (1, 2)
 
 
