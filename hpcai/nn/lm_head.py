@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcai.dynamo import UntransformedFunction, disable_dynamo
+from hpcai.errors import ConfigError
 from hpcai.kernels.chunking import chunk_size
 from hpcai.kernels.triton_support import needs_plain_ops, on_cpu
 from hpcai.nn.matmul import cast_to_autocast
@@ -48,7 +49,8 @@ class LMHead(nn.Linear):
     """hidden [..., C] -> logits [..., V]; with ``targets`` [...] -> the cross entropy of each token [...], in float32 or wider.
 
     It is 0 where the target is ``IGNORE_INDEX``, and NaN where the target is no vocabulary entry. Logits are computed in chunks of
-    tokens, once if the loss is a multiple of the sum over tokens, otherwise again in the backward pass.
+    tokens, once if the loss is a multiple of the sum over tokens, otherwise again in the backward pass. Those of the cross entropy
+    are divided by ``temperature``. Raises ConfigError for a temperature with ``softcap``.
 
     Args:
         softcap: Logits, also those that are returned, are softcap * tanh(logits / softcap) (Gemma 2; Gemma Team 2024).
@@ -62,10 +64,12 @@ class LMHead(nn.Linear):
         super().__init__(channels, vocab_size, bias=False)
         self.softcap, self.z_loss = softcap, z_loss
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Tensor:
         if targets is None:
             return self.vocab.gather_logits(self._cap(F.linear(self.vocab.gather_hidden(hidden), self.weight)))
-        return self._cross_entropy(hidden, targets)
+        if self.softcap is not None and temperature != 1.0:
+            raise ConfigError(f"temperature is {temperature:g}, but logits have a soft cap (logit_softcap); set temperature to 1")
+        return self._cross_entropy(hidden if temperature == 1.0 else hidden / temperature, targets)
 
     def _cap(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_() * self.softcap

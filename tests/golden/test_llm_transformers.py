@@ -26,7 +26,7 @@ from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress, export
 from hpcai.train.step import Step
-from tests.reference_data import load_json
+from tests.reference_data import DATA, load_json
 
 _WHY = "{} is not installed: conversion to and from it is NOT tested; pip install hpcai-suite[peers]"
 transformers: Any = pytest.importorskip("transformers", reason=_WHY.format("transformers"))
@@ -314,3 +314,13 @@ def test_adapters_of_peft_are_read(name: str, tmp_path: Path) -> None:
     saved = peft.PeftModel.from_pretrained(load_hf(base), tmp_path / "ours").double()
     check_close(saved(ids).logits, peer(ids).logits)
     check_close(llm.merge(model)(ids), peer.merge_and_unload()(ids).logits)
+
+
+def test_a_reward_model_is_read(tmp_path: Path) -> None:
+    """A folder for the classification of sequences, with one label, of a model with tied embeddings."""
+    kind, folder = transformers.AutoModelForSequenceClassification, DATA / "llm" / "qwen2_tiny" / "hf"
+    peer = kind.from_pretrained(folder, num_labels=1, pad_token_id=0, dtype=torch.float32)
+    peer.save_pretrained(tmp_path)
+    tokens = torch.arange(1, 13).view(2, 6)
+    rewards = llm.answer_rewards(llm.Critic.load(tmp_path), llm.PreferenceBatch(tokens, tokens > 0))
+    torch.testing.assert_close(rewards, peer.eval()(tokens).logits[:, 0], rtol=0, atol=1e-6)

@@ -5,7 +5,14 @@ from hpcai.lazy import attach
 __getattr__, __all__ = attach(
     __name__,
     {
+        ".advantages": ["KLController", "gae", "group_advantages", "kl_rewards", "leave_one_out", "moments", "whiten"],
+        ".alignment": [
+            "PreferenceBatch", "RolloutBatch", "answer_log_probs", "answer_rewards", "policy_loss", "preference_loss",
+            "reward_loss", "token_log_probs", "token_values", "value_loss",
+        ],
+        ".alignment_config": ["KLConfig", "PolicyConfig", "PreferenceConfig"],
         ".config": ["EngineConfig", "LLMConfig", "LoRAConfig", "SamplingConfig"],
+        ".critic": ["Critic"],
         ".engine": ["Engine", "Request"],
         ".generation": ["complete", "generate"],
         ".likelihood": ["greedy_log_likelihoods", "likelihoods", "log_likelihoods"],

@@ -6,14 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.json_file import read_object
 from hpcai.models.llm.config import LLMConfig
+from hpcai.models.llm.critic import Critic
 from hpcai.models.llm.families import CONFIG, OURS, Rule, comparable, family, hub_config, read_config, tensor_rules, to_hub, views
 from hpcai.models.llm.model import LLM
 from hpcai.models.llm.mxfp4 import Mxfp4View
@@ -60,12 +61,16 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
 
 def load_deferred(model: LLM, folder: str | Path) -> LLM:
     """Read the parameters of ``model``, built in ``hpcai.nn.deferred_init``, when they are materialized: of a sharded one the local
-    shard only. ``folder``: as for ``load_weights``. Raises CheckpointError for weights that do not fit, before any is read."""
-    folder = resolve_run(Path(folder))
-    tensors = _open_weights(folder, model.cfg)
+    shard only. ``folder``: as for ``load_weights``; of a ``Critic`` also weights without its head, which keeps its initialisation.
+    Raises CheckpointError for weights that do not fit, before any is read."""
+    folder, part, cfg = resolve_run(Path(folder)), cast(nn.Module, model), model.cfg
+    if isinstance(model, Critic) and not _has_value_head(folder):
+        part, cfg = model.model, cfg.model_copy(update={"tied": read_settings(folder).tied})
+    prefix = "" if part is model else "model."
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in _open_weights(folder, cfg).items() if name.startswith(prefix)}
     model.folder = folder if folder.is_dir() else folder.parent
-    read_on_materialize(model, tensors, where=folder)
-    for name, parameter in model.named_parameters():
+    read_on_materialize(part, tensors, where=folder)
+    for name, parameter in part.named_parameters():
         parameter.origin = str(tensors[name].path.resolve())  # type: ignore[attr-defined]
     return model
 
@@ -193,6 +198,8 @@ def _open_weights(path: Path, cfg: LLMConfig) -> dict[str, Lazy]:
         command = f"python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained('{path}').save_pretrained('OUT')\""
         raise CheckpointError(f"{path}: weights are pickled (*.bin), which hpcai does not read; convert them with: {command}")
     opened = _open_files(path)
+    if "score.weight" in opened and not cfg.tied:  # the head for the classification of sequences
+        opened["lm_head.weight"] = opened.pop("score.weight")
     kind = str(_source_config(path)["model_type"]) if path.is_dir() else OURS
     shapes = {name: tensor.size for name, tensor in opened.items()}
     weights.check_claims(path / CONFIG if path.is_dir() else path, cfg, shapes, family(kind)["keys"])
@@ -222,6 +229,11 @@ def _open_weights(path: Path, cfg: LLMConfig) -> dict[str, Lazy]:
 
 def _open_files(path: Path) -> dict[str, LazyTensor]:
     return open_tensors(path if not path.is_dir() or (path / _INDEX).exists() else path / _FILE)
+
+
+def _has_value_head(path: Path) -> bool:
+    opened = _open_files(path)
+    return any(name in opened and opened[name].size[0] == 1 for name in ("score.weight", "lm_head.weight"))
 
 
 def _known(

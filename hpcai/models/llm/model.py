@@ -252,7 +252,8 @@ class LLM(PretrainedMixin):
 
     ``positions`` [B, T]: within a text, 0, 1, ... by default. ``documents`` [B, T], or [B, S] with a KV cache: the document of each
     token of packed rows, for attention within documents. ``further``: tokens and targets of multi-token prediction, as
-    ``MultiTokenPrediction`` takes them, whose losses follow then: a tuple. Raises DataError for more tokens than ``cfg.positions``.
+    ``MultiTokenPrediction`` takes them, whose losses follow then: a tuple. ``temperature``: Divisor of the logits of ``targets``.
+    Raises DataError for more tokens than ``cfg.positions``.
     """
 
     package = __package__
@@ -299,7 +300,7 @@ class LLM(PretrainedMixin):
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, documents: Tensor | None = None,
-        further: Sequence[tuple[Tensor, Tensor]] = (),
+        further: Sequence[tuple[Tensor, Tensor]] = (), temperature: float = 1.0,
     ) -> Any:  # fmt: skip
         if positions is None:
             count = tokens.shape[1] if targets is None else targets.shape[1]  # later pipeline stages get hidden states
@@ -320,7 +321,7 @@ class LLM(PretrainedMixin):
         for layer in self.model.layers:
             x = run_block(layer, self.cfg.recompute, x, rotary, documents)
         x = self.model.norm(x)
-        losses = self.lm_head(x, targets)
+        losses = self.lm_head(x, targets) if temperature == 1.0 else self.lm_head(x, targets, temperature)
         if not further:
             return losses
         further = [(self.local_tokens(tokens), self.local_tokens(targets)) for tokens, targets in further]

@@ -50,7 +50,7 @@ def loss(model: Any, batch: Batch) -> dict[str, Any]:
     further = list(batch.further(model.cfg.mtp_layers if model.training else 0))
     (entropy, *others), targets = _entropy(model, batch, further)
     count, total = (targets != IGNORE_INDEX).sum().to(entropy.dtype), model.all_reduce(entropy.sum())
-    metrics = {"loss": (total, count), "tokens": count, **_router_metrics(model)}
+    metrics = {"loss": (total, count), "tokens": count, **router_metrics(model)}
     if others:  # summed each: their gradients are one expanded value, as the output layer prefers
         mtp = model.all_reduce(torch.stack([each.sum() for each in others]).sum())
         metrics["loss"] = total + model.cfg.mtp_loss / len(others) * (mtp - mtp.detach()), count
@@ -62,7 +62,8 @@ def _router_stats(model: Any, part: Any) -> list[dict[str, Tensor]]:
     return [each.stats for each in part.modules() if isinstance(each, Router) and each.stats] if model.cfg.experts else []
 
 
-def _router_metrics(model: Any) -> dict[str, Any]:
+def router_metrics(model: Any) -> dict[str, Any]:
+    """Return what ``loss`` has of experts, for the last call of the model; nothing without experts."""
     if not (stats := _router_stats(model, model)):
         return {}
     loads, entropies, dropped = (torch.stack([each[name] for each in stats]) for name in ("load", "entropy", "dropped"))

@@ -7,12 +7,14 @@ nothing is computed twice.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.dist.collectives import all_reduce
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import MeshError
 from hpcai.models.llm.model import LLM, MLP, Attention, GatedMLP, LatentAttention
+from hpcai.nn.lm_head import LMHead
 from hpcai.nn.moe import MoE
 from hpcai.parallel.axial import AllGather, AxisSeam
 from hpcai.parallel.context import ContextParallelAttention, ContextSum, LocalChunk
@@ -46,7 +48,10 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
                     for linear in (feed.up_proj, *([feed.gate_proj] if isinstance(feed, GatedMLP) else [])):
                         column_parallel(linear, tensor, sequence=1)
                     row_parallel(feed.down_proj, tensor, sequence=1)
-        vocab_parallel_head(model.lm_head, tensor, sequence=1)
+        if isinstance(model.lm_head, LMHead):
+            vocab_parallel_head(model.lm_head, tensor, sequence=1)
+        else:
+            model.lm_head.all_values = _AllValues(tensor)
         sum_gradients_over(model, tensor)
     if context.size > 1:
         model.local_tokens, model.all_reduce = LocalChunk(context, 1), ContextSum(context)
@@ -111,6 +116,18 @@ class _AllTokens(AllGather):
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         return x if self.sequence is None else super().forward(x, x.shape[1] * self.axis.size)
+
+
+class _AllValues(AxisSeam):
+    """Gather the values of the tokens of all ranks, which compute the same loss from them: it counts once.   [B, T/n] -> [B, T]"""
+
+    sequence: int | None = 1
+
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        if self.sequence is None:
+            return x
+        before, tokens = self.axis.rank * x.shape[1], self.axis.size * x.shape[1]
+        return all_reduce(F.pad(x, (before, tokens - before - x.shape[1])), self.axis, identity_backward=True)
 
 
 class _LocalTokens(AxisSeam):
