@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels of ``paged_attention``: keys and values are read once, from where they lie in the pool.
 
-A program has one query, query heads of one KV head, and one of ``SPLITS`` equal ranges of the tokens before it, so that few queries
-of long texts occupy a GPU (Dao et al. 2023, "Flash-Decoding"). The number of ranges depends on shapes alone: a captured launch holds
-for all lengths of the texts. A second kernel merges the ranges in a fixed order; there are no atomics.
+A program has one query, query heads of one KV head, and one of several equal ranges of the tokens before it, so that few queries
+of long texts occupy a GPU (Dao et al. 2023, "Flash-Decoding"). The number of ranges depends on shapes alone: a captured launch is
+right for all lengths of the texts. A second kernel merges the ranges in a fixed order; there are no atomics.
 """
 
 import torch
@@ -81,12 +81,11 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """Compute ``hpcai.kernels.paged_attention.paged_attention``. Raises ValueError for sizes and dtypes that differ."""
     (N, H, D), (_, K, P, _) = q.shape, k.shape
-    if (
-        k.shape != v.shape or k.shape[3] != D or H % K or len(tables) != N or len(positions) != N or not (q.dtype == k.dtype == v.dtype)
-        or not (k.is_contiguous() and v.is_contiguous()) or (sinks is not None and len(sinks) != H)
-    ):  # fmt: skip
+    rows = len(tables), len(positions), H if sinks is None else len(sinks)
+    is_equal = k.shape == v.shape and k.shape[3] == D and H % K == 0 and rows == (N, N, H) and q.dtype == k.dtype == v.dtype
+    if not (is_equal and k.is_contiguous() and v.is_contiguous()):
         pools = f"k {list(k.shape)} {k.dtype}, v {list(v.shape)} {v.dtype}, tables {list(tables.shape)}"
-        raise ValueError(f"q is {list(q.shape)} {q.dtype}, {pools}; expected contiguous pools of equal sizes, and a table for each query")
+        raise ValueError(f"q is {list(q.shape)} {q.dtype}, {pools}; expected contiguous pools of equal sizes, a table per query")
     G, wide = H // K, max(triton.next_power_of_2(D), 16)
     rows = min(max(triton.next_power_of_2(G), 16), ROWS)
     tiles, splits = K * triton.cdiv(G, rows), count_splits(N * K * triton.cdiv(G, rows), tables.shape[1] * P)

@@ -103,9 +103,9 @@ for number, case in enumerate(formulas.PAGED):
             formulas.check_paged_attention(case, dtype, "cpu")
             count += 1
 q, pool, tables, positions = torch.ones(2, 4, 8), torch.ones(3, 2, 4, 8), torch.zeros(2, 2).long(), torch.ones(2).long()
-for args in (q, pool, pool[..., :4], tables, positions), (q, pool, pool, tables[:1], positions), (q.half(), pool, pool, tables, positions):
+for inputs in (q, pool[..., :4], tables), (q, pool, tables[:1]), (q.half(), pool, tables), (q[:, :3], pool, tables):
     with pytest.raises(ValueError, match="expected contiguous pools"):  # not read past an end
-        fused.paged_attention(*args, None, None, None)
+        fused.paged_attention(inputs[0], pool, *inputs[1:], positions, None, None, None)
 print(count, "cases")
 """
 
