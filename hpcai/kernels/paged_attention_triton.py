@@ -88,16 +88,16 @@ def paged_attention(
         raise ValueError(f"q is {list(q.shape)} {q.dtype}, {pools}; expected contiguous pools of equal sizes, a table per query")
     G, wide = H // K, max(triton.next_power_of_2(D), 16)
     rows = min(max(triton.next_power_of_2(G), 16), ROWS)
-    tiles, splits = K * triton.cdiv(G, rows), count_splits(N * K * triton.cdiv(G, rows), tables.shape[1] * P)
-    y, logs = torch.empty_like(q, memory_format=torch.contiguous_format), None
-    parts = y
+    tiles = K * triton.cdiv(G, rows)
+    most = min(PROGRAMS // max(N * tiles, 1), tables.shape[1] * P // RANGE, SPLITS)
+    splits = 1 << max(most, 1).bit_length() - 1  # a power of two
+    parts, logs = (y := torch.empty_like(q, memory_format=torch.contiguous_format)), None
     if splits > 1:
         parts, logs = (torch.empty(N, H, splits, *size, dtype=torch.float32, device=q.device) for size in ((D,), ()))
-    tile = BYTES // (wide * q.element_size())
-    options = {"ROWS": rows, "WIDE": wide, "TILE": max(tile, 16), "SPLITS": splits, "K": K, "G": G, "D": D, "P": P}
-    options |= {"WINDOW": window, "SOFTCAP": softcap, "SCALE": D**-0.5}
-    options |= {"PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"}
-    options |= {"num_warps": WARPS, "num_stages": STAGES if tile >= 16 else 1}
+    tile, precision = BYTES // (wide * q.element_size()), "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    options = {"K": K, "G": G, "D": D, "P": P, "WINDOW": window, "SOFTCAP": softcap, "SCALE": D**-0.5, "ROWS": rows, "WIDE": wide}
+    options |= {"TILE": max(tile, 16), "SPLITS": splits, "PRECISION": precision, "num_warps": WARPS}
+    options["num_stages"] = STAGES if tile >= 16 else 1  # wide heads in float32 have larger tiles
     inputs = q.contiguous(), k, v, tables.contiguous(), positions.contiguous(), None if sinks is None else sinks.contiguous()
     with torch.cuda.device_of(q):
         if N:
@@ -105,11 +105,3 @@ def paged_attention(
         if N and splits > 1:
             _merge[(N * H,)](parts, logs, y, D=D, WIDE=wide, SPLITS=splits)
     return y
-
-
-def count_splits(programs: int, tokens: int) -> int:
-    """Return the number of ranges of ``tokens`` that ``programs`` are split into, a power of two."""
-    most, splits = min(PROGRAMS // max(programs, 1), tokens // RANGE, SPLITS), 1
-    while 2 * splits <= most:
-        splits *= 2
-    return splits

@@ -53,20 +53,12 @@ def test_a_captured_step_waits_for_nothing(low_precision: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_captured_steps_of_the_engine_sample_as_eager_ones_and_wait_for_nothing(dtype: torch.dtype) -> None:
     model, cfg = build_model(LLAMA).to(dtype), EngineConfig(texts=2, block=16, tokens=16)
-    sampling = [SamplingConfig(most=20 + 9 * n, temperature=1.0, top_p=0.9, repetition=1.1) for n in range(3)]
-
-    def sample(engine: Engine) -> list[list[int]]:
+    outputs, sampling = [], [SamplingConfig(most=20 + 9 * n, temperature=1.0, top_p=0.9, repetition=1.1) for n in range(3)]
+    for engine in (Engine(model, cfg, capture=False), Engine(model, cfg, graph=GRAPH)):
         requests = [Request(prompt, cfg, seed=3) for prompt, cfg in zip(PROMPTS, sampling)]
         assert {*engine.run(requests)} == {*requests}
-        return [request.output for request in requests]
-
-    engine = Engine(model, cfg, graph=GRAPH)
-    outputs = sample(engine)
-    assert engine.target.graphs is not None and engine.target.graphs.captured
-    if dtype == torch.float64:
-        assert outputs == sample(Engine(model, cfg, capture=False)) == sample(Engine(model.cpu(), cfg))
-        model.to(DEVICE)
-        engine.reset()
+        outputs.append([request.output for request in requests])
+    assert outputs[0] == outputs[1] or dtype != torch.float64
     request = engine.add(Request([1, 2, 3], sampling[0]))
     for _ in range(4):
         engine.step()
@@ -75,6 +67,4 @@ def test_captured_steps_of_the_engine_sample_as_eager_ones_and_wait_for_nothing(
         step = engine._lay_out(chunks)
         logits = engine.target.run(lambda: engine.target.forward(step.layout))
         engine._sample([(request, [])], logits)
-    assert step.layout.key in engine.target.graphs.captured
-    engine._finish(step, logits)
-    assert [*engine.run()] == [request] and len(request.output) == 20
+    assert engine.target.graphs is not None and step.layout.key in engine.target.graphs.captured

@@ -47,13 +47,15 @@ class StepGraphs:
     They share a memory pool. ``graph``: A factory of graphs in place of CUDA's. Raises ConfigError if a step cannot be captured."""
 
     def __init__(self, device: torch.device, graph: Callable[[], Graph] | None = None) -> None:
-        self.device, self._new_graph = device, graph or graph_factory(self, device)
+        self._device, self._graph = device, graph
         self._warmed_up: dict[Any, Graph] = {}
-        self.captured: dict[Any, Graph] = {}
-        """those of these that are captured"""
+        self.captured: dict[Any, Graph] = {}  # of these
+        _open.add(self)
 
     def run(self, key: Any, step: Callable[[], Any]) -> None:
         if key not in self._warmed_up:
+            if not self._warmed_up:  # also after ``close``: the pool of deleted graphs takes no other ones
+                self._new_graph = self._graph or graph_factory(self, self._device)
             self._warmed_up[key] = self._new_graph()
             self._warmed_up[key].warm_up(step)  # libraries select algorithms, and communicators connect
             return
@@ -68,9 +70,9 @@ class StepGraphs:
         self.captured[key].replay()
 
     def close(self) -> None:
-        """Delete all graphs. One with collectives must be deleted before its process group is destroyed."""
-        if self.device.type == "cuda" and self._warmed_up:
-            torch.cuda.synchronize(self.device)  # a graph may be running
+        """Delete all graphs; later steps are captured anew. A graph with collectives must be deleted before its process group."""
+        if self._device.type == "cuda" and self._warmed_up:
+            torch.cuda.synchronize(self._device)  # a graph may be running
         for graph in self._warmed_up.values():
             graph.reset()
         self.captured.clear()
@@ -92,8 +94,7 @@ class Generation(Iterator[list[int | None]]):
         self.max_tokens = min(cfg.most, model.cfg.max_length - min(self.lengths))
         self.ended, self.emitted, self.launched = [False] * len(prompts), 0, 0
         self._autocast = autocast_state(device)  # that of the call of ``generate`` holds for all steps
-        can_capture_steps = graph is not None or (capture and can_capture(model, pipeline, device))
-        self.graphs = StepGraphs(device, graph) if can_capture_steps else None  # by the span of attention
+        self.graphs = step_graphs(model, pipeline, capture, graph)  # by the span of attention
         self._in_flight: deque[tuple[Tensor, Any]] = deque()
         self._lookahead = int(device.type == "cuda")  # steps launched before the host reads a token
         self._host_buffers = [torch.empty(len(prompts), dtype=torch.int64, pin_memory=True) for _ in range(2 * self._lookahead)]
@@ -109,7 +110,7 @@ class Generation(Iterator[list[int | None]]):
         rows = [torch.rand(self.max_tokens, dtype=torch.float32, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         self.uniforms = torch.stack(rows, 1).to(device)  # [max_tokens, B]
         size = self._span(self.max_length + self.max_tokens)
-        self.cache = KVCache(self.max_length - self.positions, self.max_length, size, len({*self.lengths}) > 1 or can_capture_steps)
+        self.cache = KVCache(self.max_length - self.positions, self.max_length, size, len({*self.lengths}) > 1 or bool(self.graphs))
         self._overrides = gather_overrides(model, pipeline)
         if depends_on_length(model.cfg.rotary):  # cached keys must have the frequencies of later queries
             length = torch.full((), self.max_length + self.max_tokens, device=device)
@@ -120,7 +121,6 @@ class Generation(Iterator[list[int | None]]):
         self._on_cpu = device.type == "cpu" and not is_fully_sharded(model)  # whose weights would stay in inference mode
         if self._on_cpu and self.max_tokens >= _MANY and not self._autocast["enabled"]:
             self._overrides += copy_weights(model)
-        graph_owners.add(self)
 
     def __next__(self) -> list[int | None]:
         if all(self.ended) or self.emitted == self.max_tokens:
@@ -342,23 +342,23 @@ def autocast_state(device: torch.device) -> dict[str, Any]:
     return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
 
 
-def can_capture(model: LLM, pipeline: Pipeline | None, device: torch.device) -> bool:
-    """Whether steps can be captured on this device."""
-    if device.type != "cuda" or pipeline is not None or is_fully_sharded(model):
-        return False
+def step_graphs(model: LLM, pipeline: Pipeline | None, capture: bool, graph: Callable[[], Graph] | None) -> StepGraphs | None:
+    """Return the graphs of steps of ``model``, none yet, or None if its steps are not to be captured, or cannot be."""
+    device = next(model.parameters()).device
+    if graph is None and (not capture or device.type != "cuda" or pipeline is not None or is_fully_sharded(model)):
+        return None
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]
-    return all(get_backend(device, axis) in ("nccl", "none") for axis in axes)
+    can_capture = graph is not None or all(get_backend(device, axis) in ("nccl", "none") for axis in axes)
+    return StepGraphs(device, graph) if can_capture else None
 
 
-graph_owners: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Objects that have ``graphs``, StepGraphs or None, and ``close``."""
+_open: "weakref.WeakSet[StepGraphs]" = weakref.WeakSet()
 
 
 def close_all() -> None:
-    """Close all owners of captured graphs."""
-    for owner in list(graph_owners):
-        if owner.graphs is not None and owner.graphs.captured:
-            owner.close()
+    """Delete all graphs of steps."""
+    for graphs in list(_open):
+        graphs.close()
 
 
 before_destroy_process_group.append(close_all)

@@ -126,19 +126,17 @@ class Layout:
             self.row_cache[heads] = (first * self.size + self.positions % self.size).flatten()
         return self.row_cache[heads]
 
-    def copy_(self, host: "Layout") -> None:
-        """Take the values of a layout of the same shapes, without prefill and with tables, of a CPU."""
+    def copy_(self, other: "Layout") -> "Layout":
+        """Copy the values of a layout of the same shapes, both of queries alone with tables."""
         for name in ("tokens", "positions", "blocks", "sampled", "table"):
-            getattr(self, name).copy_(pinned(getattr(host, name), self.blocks.device), non_blocking=True)
+            getattr(self, name).copy_(getattr(other, name))
+        return self
 
 
 def device_tensor(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    return pinned(torch.as_tensor(values, dtype=dtype), device).to(device, non_blocking=True)
-
-
-def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU in memory from which it is copied to ``device`` while the host goes on."""
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    """Copy values of the host to the device. The host does not wait."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def paged_attention(

@@ -35,16 +35,7 @@ from hpcai.models.llm.gathered import (
     local_modules,
     override_attributes,
 )
-from hpcai.models.llm.generation import (
-    StepGraphs,
-    autocast_state,
-    can_capture,
-    check_prompts,
-    copy_weights,
-    graph_owners,
-    is_fully_sharded,
-    sample_tokens,
-)
+from hpcai.models.llm.generation import autocast_state, check_prompts, copy_weights, is_fully_sharded, sample_tokens, step_graphs
 from hpcai.models.llm.model import LLM, depends_on_length
 from hpcai.nn.cuda_graph import Graph
 from hpcai.nn.lm_head import LMHead
@@ -62,19 +53,15 @@ class CachedModel:
     into a block behind those of the pool, and attend to nothing. ``capture`` and ``graph`` as for ``Engine``.
     """
 
-    def __init__(
-        self, model: LLM, pipeline: Pipeline | None = None, capture: bool = True, graph: Callable[[], Graph] | None = None
-    ) -> None:
+    def __init__(self, model: LLM, pipeline: Pipeline | None, capture: bool, graph: Callable[[], Graph] | None) -> None:
         self.model, self.pipeline = model, pipeline
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.attentions: list[PagedAttention] = []
         self._has_tables = self.device.type == "cuda" or graph is not None
-        can_capture_steps = graph is not None or (capture and can_capture(model, pipeline, self.device))
-        self._new_graphs = partial(StepGraphs, self.device, graph) if can_capture_steps else None
-        self.graphs: StepGraphs | None = None
+        self.graphs = step_graphs(model, pipeline, capture, graph)
         self._layouts, self._addresses = dict[Any, Layout](), list[Any]()
-        self._logits: Tensor | None = None  # of captured steps
+        self._logits: Any = None  # of a captured step, of all the same: they are read before the next step
         self._length = torch.full((), model.cfg.max_length, device=self.device)
 
     def allocate(self, count: int, size: int, queries: int) -> None:
@@ -83,22 +70,13 @@ class CachedModel:
         blocks = count + self._has_tables
         self.attentions = [PagedAttention(local_attention(each), blocks, size) for each in local_attentions(self.model)]
         self.refresh()
-        graph_owners.add(self)
-
-    def close(self) -> None:
-        """Delete captured graphs. Later steps are captured anew."""
-        if self.graphs is not None:
-            self.graphs.close()
-        self._layouts.clear()
-        self.graphs = self._new_graphs() if self._new_graphs is not None else None
 
     def refresh(self) -> None:
-        if self._new_graphs is not None:
-            # Graphs read and write memory at fixed addresses: they hold for new values of weights, as optimizers write them.
+        if self.graphs is not None:  # they are right for all values of weights in the same memory, as optimizers write them
             tensors = *self.model.parameters(), *self.model.buffers()
             addresses = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors]
             if addresses != self._addresses:
-                self.close()
+                self.graphs.close()
             self._addresses = addresses
         self._on_cpu = self.device.type == "cpu" and not is_fully_sharded(self.model)  # whose weights would stay in inference mode
         self._overrides = gather_overrides(self.model, self.pipeline)
@@ -136,27 +114,23 @@ class CachedModel:
             return Layout(spans, self.size, self.device, columns * self._has_tables)
         rows, columns = _round_queries(count), max(_COLUMNS, 1 << (columns - 1).bit_length())
         key = rows, columns, *autocast_state(self.device).values()
-        layout, padding = self._layouts.get(key), [Span([self.count], -1, [0], 0)] * (rows - count)
-        new = Layout([*spans, *padding], self.size, self.device if layout is None else torch.device("cpu"), columns)
+        new = Layout([*spans, *[Span([self.count], -1, [0], 0)] * (rows - count)], self.size, self.device, columns)
         new.key, new.sampled = key, F.pad(new.sampled, (0, rows - len(new.sampled)))
-        if layout is None:
-            return self._layouts.setdefault(key, new)
-        layout.copy_(new)
-        return layout
+        return self._layouts.setdefault(key, new).copy_(new)
 
     def forward(self, layout: Layout) -> Tensor:
         """Return logits, those of a captured step with further rows behind.   [N, V]"""
         if self.graphs is None or layout.key is None:
             return self.forward_module(layout)
         self.graphs.run(layout.key, partial(self._captured_step, layout))
-        assert self._logits is not None
-        return self._logits[: len(layout.sampled)]
+        y: Tensor = self._logits[: len(layout.sampled)]
+        return y
 
     def _captured_step(self, layout: Layout) -> None:
         layout.row_cache.clear()
         with torch.autocast(**autocast_state(self.device), cache_enabled=False):
             logits = self.forward_module(layout)
-        if self._logits is None:  # one for all steps: it is read before the next
+        if self._logits is None:
             self._logits = logits.new_empty(self.queries, logits.shape[1])
         self._logits[: len(logits)].copy_(logits)
 
@@ -389,11 +363,12 @@ class Engine:
             places.setdefault(request.cfg, []).append(n)
         for cfg, place in places.items():
             index = slice(None) if len(places) == 1 else device_tensor(place, logits.device)
-            chosen, seen = logits[index], logits.new_zeros(len(place), logits.shape[1] * (cfg.repetition != 1), dtype=torch.bool)
+            chosen = logits[index]
+            seen = torch.zeros(len(place), self.model.cfg.vocabulary * (cfg.repetition != 1), dtype=torch.bool)
             if cfg.repetition != 1:
-                pairs = ((i, token) for i, n in enumerate(place) for token in (*rows[n][0].tokens, *rows[n][1]))
-                entries = [i * seen.shape[1] + token for i, token in pairs if token < seen.shape[1]]
-                seen.view(-1).index_fill_(0, device_tensor(entries, logits.device), True)
+                for row, n in enumerate(place):
+                    seen[row, [*rows[n][0].tokens, *rows[n][1]]] = True
+            seen = device_tensor(seen[:, : self.vocab_size], logits.device, torch.bool)
             uniforms = [rows[n][0].uniforms[len(rows[n][0].output) + len(rows[n][1])] for n in place]
             tokens = sample_tokens(chosen, seen, cfg, device_tensor(uniforms, logits.device, torch.float64))
             scaled = chosen.double() / (cfg.temperature or 1.0)
