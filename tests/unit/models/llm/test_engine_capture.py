@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from hpcai.dist.watchdog import before_destroy_process_group
 from hpcai.errors import ConfigError
-from hpcai.models.llm import LLM, Engine, EngineConfig, LLMConfig, Request, SamplingConfig, complete, generation
+from hpcai.models.llm import LLM, Engine, EngineConfig, LLMConfig, Request, SamplingConfig, complete
 from tests.cpu_graph import CPUGraph, NoHostRead
 from tests.ranks.language_model import MODELS
 from tests.unit.models.llm.test_engine import GREEDY, prompts, similar
@@ -86,6 +87,7 @@ def test_a_step_that_cannot_be_captured_is_an_error_and_graphs_are_reset_before_
         engine.step()
     graphs: list[Any] = [graph for each in engine._models if each.graphs for graph in each.graphs.captured.values()]
     assert len(graphs) > 1 and all(graph.operations for graph in graphs)
-    generation.close_all()
+    for callback in before_destroy_process_group:
+        callback()
     assert not any(graph.operations for graph in graphs)
     assert [*engine.run()] == [request] and request.output == complete(model, [[1, 2, 3]], GREEDY)[0]
