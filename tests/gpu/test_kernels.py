@@ -53,8 +53,8 @@ def test_the_kernels_of_attention_are_its_twin(dtype: torch.dtype, rtol: float, 
 
 
 @cuda_only  # elsewhere Triton's interpreter has run these cases
-@pytest.mark.parametrize("of", ["norms", "gates", "experts"])
-def test_the_kernels_of_norms_gates_and_experts_are_their_formulas(of: str) -> None:
+@pytest.mark.parametrize("of", ["norms", "gates", "experts", "paged attention"])
+def test_the_kernels_of_norms_gates_experts_and_paged_attention_are_their_formulas(of: str) -> None:
     from tests.slow import formulas
 
     if of == "experts":
@@ -64,6 +64,11 @@ def test_the_kernels_of_norms_gates_and_experts_are_their_formulas(of: str) -> N
                 formulas.check_combine(combined, dtype, GPU)
         for grouped, kind in product(formulas.GROUPED, (*formulas.ULP, *[None] * float8.is_supported(DEVICE))):
             formulas.check_grouped_mm(grouped, kind, GPU)
+        return
+    if of == "paged attention":
+        disable_tf32()
+        for case, kind in product(formulas.PAGED, formulas.ULP):
+            formulas.check_paged_attention(case, kind, GPU)
         return
     if of == "norms":
         for case, (x, y) in product(formulas.LAYOUTS, formulas.DTYPES):

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from hpcai.kernels import float8, float8_triton, gates_triton, layernorm_triton, rotary_triton
+from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.float8_formats import MAX_EXPONENT
 from hpcai.kernels.grouped_mm import reference
 from hpcai.kernels.moe_triton import combine, combine_backward, grouped_mm
+from hpcai.kernels.paged_attention_triton import paged_attention
 from hpcai.nn.moe import RowOrder
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}  # the interpreter truncates to bfloat16
@@ -276,6 +278,28 @@ def check_grouped_mm(case: tuple[list[int], int, int], dtype: torch.dtype | None
         actual = grouped_mm(a, b, ends, dtype or BF16, scale)
         expected, terms = (reference(f(a.double()), f(b.double()), ends, torch.float64, scale) for f in (Tensor.clone, abs))
         _check_close(f"product {number}", actual, expected, 64 * terms if dtype is None else terms)
+
+
+# Query heads, KV heads, channels, tokens of a block, blocks of a table; window, soft cap, whether there are sinks.
+PAGED = (
+    (4, 2, 64, 16, 9, None, None, False), (8, 1, 96, 7, 30, 33, None, True), (3, 3, 80, 32, 5, None, 20.0, False),
+    (2, 2, 192, 16, 12, 500, None, False), (70, 1, 24, 1, 40, 1, 5.0, True), (4, 4, 8, 32, 33, None, None, True),
+)  # fmt: skip
+
+
+def check_paged_attention(case: tuple[Any, ...], dtype: torch.dtype, device: str) -> None:
+    """Check queries of several texts, of which two lie next to each other in one text, and padding rows."""
+    H, K, D, P, M, window, softcap, has_sinks = case
+    draw, last = _seeded_randn(device), P * M - 1
+    positions = torch.tensor([0, last - 1, last, -1, last // 2, P - 1, -1], device=device)
+    pools = [draw(3 * M + 2, K, P, D).to(dtype) for _ in range(2)]
+    tables = draw(5, 3 * M + 2).argsort(1)[:, :M][[0, 1, 1, 2, 3, 4, 4]]
+    q, sinks = draw(H, 7, D).to(dtype).transpose(0, 1), draw(H) if has_sinks else None
+    actual = paged_attention(q, *pools, tables.int() if has_sinks else tables, positions, window, softcap, sinks)
+    Q, X, Y = (x.double() for x in (q, *pools))
+    expected, terms = (paged.reference(Q, X, f(Y), tables, positions, window, softcap, sinks) for f in (Tensor.clone, abs))
+    assert not actual[positions < 0].any()
+    _check_close("y", actual, expected, (2 if dtype == FP32 else 2 * ULP[dtype] / 4e-6) * terms)  # weights are of ``dtype``
 
 
 MATRICES = (37, 24), (128, 64), (1, 1), (150, 80), (16, 5), (129, 65)

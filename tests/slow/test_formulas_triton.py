@@ -9,6 +9,15 @@ from tests.slow.programs import interpret_programs
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
 
+DOT = """
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
+dot = InterpreterBuilder.create_dot
+def dot_of_values(self, a, b, *args):  # the interpreter would multiply the bits of bfloat16
+    return dot(self, *(self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *args)
+InterpreterBuilder.create_dot = dot_of_values
+"""
+
 DECODER = """
 import pytest, sys, torch
 from hpcai.kernels import gates_triton, layernorm_triton, rotary_triton
@@ -61,13 +70,8 @@ formulas.check_scales("cpu")
 print(count, "cases")
 """
 
-MOE = """
-import pytest, sys, torch, triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder
-dot = InterpreterBuilder.create_dot
-def dot_of_values(self, a, b, *args):  # the interpreter would multiply the bits of bfloat16
-    return dot(self, *(self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *args)
-InterpreterBuilder.create_dot = dot_of_values
+MOE = DOT + """
+import pytest, sys, torch
 from hpcai.kernels import moe_triton
 from tests.slow import formulas
 dtypes, count = (torch.float32, torch.bfloat16, torch.float16, None), 0
@@ -80,6 +84,24 @@ ends = torch.ones(2, dtype=torch.int32)
 for shapes in ((1, 8), (2, 7, 9)), ((1, 8), (3, 8, 9)), ((4, 1), (2, 5)):
     with pytest.raises(ValueError, match="expected equal inner sizes"):  # not read past an end
         moe_triton.grouped_mm(*map(torch.ones, shapes), ends, torch.float32, None)
+print(count, "cases")
+"""
+
+PAGED = DOT + """
+import pytest, sys, torch
+from hpcai.kernels import paged_attention_triton as fused
+from tests.slow import formulas
+count = 0
+for number, case in enumerate(formulas.PAGED):
+    for n, dtype in enumerate(formulas.ULP):
+        if sys.argv[1] == "all" or (number + n) % 3 == 0:
+            fused.BYTES, fused.RANGE = ((8192, 128), (2048, 16), (4096, 10**6))[(number + 2 * n) % 3]
+            formulas.check_paged_attention(case, dtype, "cpu")
+            count += 1
+q, pool, tables, positions = torch.ones(2, 4, 8), torch.ones(3, 2, 4, 8), torch.zeros(2, 2).long(), torch.ones(2).long()
+for inputs in (q, pool[..., :4], tables), (q, pool, tables[:1]), (q.half(), pool, tables), (q[:, :3], pool, tables):
+    with pytest.raises(ValueError, match="expected contiguous pools"):  # not read past an end
+        fused.paged_attention(inputs[0], pool, *inputs[1:], positions, None, None, None)
 print(count, "cases")
 """
 
@@ -164,15 +186,10 @@ for kind, dtypes in DTYPES.items():
 print("equal")
 """
 
-ATTENTION = """
-import pytest, sys, torch, triton.language as tl
+ATTENTION = DOT + """
+import pytest, sys, torch
 from hypothesis import Phase, example, given, settings, strategies as st
-from triton.runtime.interpreter import InterpreterBuilder
 from hpcai.kernels import attention, attention_triton as fused
-dot = InterpreterBuilder.create_dot
-def dot_of_values(self, a, b, *args):  # the interpreter would multiply the bits of bfloat16
-    return dot(self, *(self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)), *args)
-InterpreterBuilder.create_dot = dot_of_values
 attention._fused = lambda x: True  # as on CUDA
 
 def with_layout(x, layout):  # equal values in another memory layout
@@ -441,6 +458,7 @@ PROGRAMS = {
     "layernorm": (LAYERNORM, ("some", "11 cases"), ("all", "42 cases")),
     "moe": (MOE, ("some", "18 cases"), ("all", "35 cases")),
     "optimizers": (OPTIMIZERS, ("1 50", "50 examples"), ("2 300", "300 examples")),
+    "paged attention": (PAGED, ("some", "6 cases"), ("all", "18 cases")),
     "philox": (PHILOX, ("", "equal")),
 }
 

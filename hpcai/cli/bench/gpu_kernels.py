@@ -21,6 +21,7 @@ from hpcai.cli.bench import timing
 from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
 from hpcai.kernels import attention, float8, fused_optimizer, gates, layernorm, outer_product, philox, triangle_multiplication
+from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.grouped_mm import implementation, reference
 from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm, moe
 from hpcai.nn.cuda_graph import CudaGraph
@@ -160,6 +161,13 @@ def _flex(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor) -> Tensor
     q, k, v = _heads(qkvg)
     o: Any = flex_attention(q, k, v, score_mod=score)
     return _gated(o.unflatten(0, qkvg.shape[:2]).transpose(-2, -3), qkvg, gate_bias)
+
+
+def _paged_inputs(draw: RandomInputs, queries: int, heads: int, kv_heads: int, channels: int, size: int, blocks: int) -> list[Any]:
+    """Shape: q [N, H, D], k and v [N M, K, P, D], tables [N, M] and positions [N], the last ones of the tables"""
+    q, *pools = (draw(*shape, channels, fixed=True) for shape in ((queries, heads), *[(queries * blocks, kv_heads, size)] * 2))
+    tables = torch.arange(queries * blocks, device=draw.device).view(blocks, queries).t().contiguous()
+    return [q, *pools, tables, torch.full((queries,), size * blocks - 1, device=draw.device)]
 
 
 # ---- norms
@@ -332,6 +340,7 @@ KERNELS = [
         lambda x, matrices, ends: reference(x, matrices, ends, x.dtype),
         {"torch": lambda x, matrices, ends: F.grouped_mm(x, matrices, offs=ends)}, lambda inputs, both: 0, has_backward=False,
     ),
+    Kernel("paged_attention", _paged_inputs, paged.paged_attention, paged.reference, has_backward=False),
     _optimizer("adam", _adam, 2, torch=_torch_adam),
     _optimizer("lamb", _lamb, 2, passes=2),
     _optimizer("sgd", _sgd, 1, torch=partial(

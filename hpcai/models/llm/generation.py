@@ -42,6 +42,42 @@ _COPIES = 1 << 29  # bytes of these copies, at most
 _BLOCK = 128  # cache entries that the first captured step attends to; each further one attends to twice as many
 
 
+class StepGraphs:
+    """Graphs of steps by a key, such as a shape: a step is warmed up in its first call, captured in the second, and then replayed.
+    They share a memory pool. ``graph``: A factory of graphs in place of CUDA's. Raises ConfigError if a step cannot be captured."""
+
+    def __init__(self, device: torch.device, graph: Callable[[], Graph] | None = None) -> None:
+        self._device, self._graph = device, graph
+        self._warmed_up: dict[Any, Graph] = {}
+        self.captured: dict[Any, Graph] = {}  # of these
+        _open.add(self)
+
+    def run(self, key: Any, step: Callable[[], Any]) -> None:
+        if key not in self._warmed_up:
+            if not self._warmed_up:  # also after ``close``: the pool of deleted graphs takes no other ones
+                self._new_graph = self._graph or graph_factory(self, self._device)
+            self._warmed_up[key] = self._new_graph()
+            self._warmed_up[key].warm_up(step)  # libraries select algorithms, and communicators connect
+            return
+        if key not in self.captured:
+            try:
+                self._warmed_up[key].capture(step)
+            except (RuntimeError, NotImplementedError) as problem:
+                reason = next(iter(str(problem).strip().splitlines()), "")
+                raise ConfigError(f"a step of generation cannot be captured: {reason}; give capture=False") from problem
+            self.captured[key] = self._warmed_up[key]
+        self.captured[key].replay()
+
+    def close(self) -> None:
+        """Delete all graphs; later steps are captured anew. A graph with collectives must be deleted before its process group."""
+        if self._device.type == "cuda" and self._warmed_up:
+            torch.cuda.synchronize(self._device)  # a graph may be running
+        for graph in self._warmed_up.values():
+            graph.reset()
+        self.captured.clear()
+        self._warmed_up.clear()
+
+
 class Generation(Iterator[list[int | None]]):
     """An iterator over the next token of each text, None for a text that has ended. Set an item of ``ended`` to end that text.
     Between steps the model is unchanged, and memory is freed after the last one."""
@@ -56,13 +92,8 @@ class Generation(Iterator[list[int | None]]):
         self.lengths, self.max_length = [*map(len, prompts)], max(map(len, prompts))
         self.max_tokens = min(cfg.most, model.cfg.max_length - min(self.lengths))
         self.ended, self.emitted, self.launched = [False] * len(prompts), 0, 0
-        kind = device.type  # autocast of the call of ``generate`` holds for all steps
-        self._autocast: dict[str, Any] = {
-            "device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind),
-        }  # fmt: skip
-        self.graph = graph or (graph_factory(self, device) if capture and _can_capture(model, pipeline, device) else None)
-        self._warmed_up: dict[int, Graph] = {}  # by the span of attention
-        self._captured: dict[int, Graph] = {}  # the captured ones of these
+        self._autocast = autocast_state(device)  # that of the call of ``generate`` holds for all steps
+        self.graphs = step_graphs(model, pipeline, capture, graph)  # by the span of attention
         self._in_flight: deque[tuple[Tensor, Any]] = deque()
         self._lookahead = int(device.type == "cuda")  # steps launched before the host reads a token
         self._host_buffers = [torch.empty(len(prompts), dtype=torch.int64, pin_memory=True) for _ in range(2 * self._lookahead)]
@@ -78,7 +109,7 @@ class Generation(Iterator[list[int | None]]):
         rows = [torch.rand(self.max_tokens, dtype=torch.float32, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         self.uniforms = torch.stack(rows, 1).to(device)  # [max_tokens, B]
         size = self._span(self.max_length + self.max_tokens)
-        self.cache = KVCache(self.max_length - self.positions, self.max_length, size, len({*self.lengths}) > 1 or bool(self.graph))
+        self.cache = KVCache(self.max_length - self.positions, self.max_length, size, len({*self.lengths}) > 1 or bool(self.graphs))
         self._overrides = gather_overrides(model, pipeline)
         if depends_on_length(model.cfg.rotary):  # cached keys must have the frequencies of later queries
             length = torch.full((), self.max_length + self.max_tokens, device=device)
@@ -89,7 +120,6 @@ class Generation(Iterator[list[int | None]]):
         self._on_cpu = device.type == "cpu" and not is_fully_sharded(model)  # whose weights would stay in inference mode
         if self._on_cpu and self.max_tokens >= _MANY and not self._autocast["enabled"]:
             self._overrides += copy_weights(model)
-        _open.add(self)
 
     def __next__(self) -> list[int | None]:
         if all(self.ended) or self.emitted == self.max_tokens:
@@ -108,14 +138,10 @@ class Generation(Iterator[list[int | None]]):
         return tokens
 
     def close(self) -> None:
-        """End all texts and free memory. A graph with collectives must be reset before its process group is destroyed."""
-        self.ended, self._overrides, self.graph = [True] * len(self.ended), [], None
-        if self._lookahead and self._warmed_up:
-            torch.cuda.synchronize()  # a graph may be running
-        for graph in self._warmed_up.values():
-            graph.reset()
-        self._captured.clear()
-        self._warmed_up.clear()
+        """End all texts and free memory."""
+        self.ended, self._overrides = [True] * len(self.ended), []
+        if self.graphs is not None:
+            self.graphs.close()
         self._in_flight.clear()
 
     # ---- steps
@@ -140,21 +166,10 @@ class Generation(Iterator[list[int | None]]):
 
     def _decode(self) -> None:
         span = self._span(self.max_length + self.launched)
-        step = partial(self._step, span)
-        if self.graph is None:
-            step()
-        elif span not in self._warmed_up:
-            self._warmed_up[span] = self.graph()
-            self._warmed_up[span].warm_up(step)  # libraries select algorithms, and communicators connect
+        if self.graphs is None:
+            self._step(span)
         else:
-            if span not in self._captured:
-                try:
-                    self._warmed_up[span].capture(step)
-                except (RuntimeError, NotImplementedError) as problem:
-                    reason = next(iter(str(problem).strip().splitlines()), "")
-                    raise ConfigError(f"a step of generation cannot be captured: {reason}; give capture=False") from problem
-                self._captured[span] = self._warmed_up[span]
-            self._warmed_up[span].replay()
+            self.graphs.run(span, partial(self._step, span))
 
     def _step(self, span: int) -> None:
         self.cache.set_span(span)
@@ -164,7 +179,7 @@ class Generation(Iterator[list[int | None]]):
 
     def _span(self, count: int) -> int:
         """Return the number of cache entries to attend to, at least ``count``; one of few sizes if steps are captured."""
-        if self.graph is None:
+        if self.graphs is None:
             return count
         span, capacity = _BLOCK, -(-(self.max_length + self.max_tokens) // _BLOCK) * _BLOCK
         while span < count:
@@ -184,8 +199,7 @@ class Generation(Iterator[list[int | None]]):
         if tokens.shape[1] > 1 and isinstance(model.lm_head, LMHead):
             hook = model.lm_head.register_forward_pre_hook(keep_last_token)
         try:
-            # A graph would read weights from the cache of autocast after they are freed.
-            with override_attributes(self._overrides), torch.autocast(**self._autocast, cache_enabled=self.graph is None):
+            with override_attributes(self._overrides), torch.autocast(**self._autocast, cache_enabled=self.graphs is None):
                 y: Tensor | None = run(model, tokens) if self.pipeline is None else self.pipeline.forward(run, tokens, nullcontext)
                 return y
         finally:
@@ -320,22 +334,30 @@ def keep_last_token(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (args[0][:, -1:], *args[1:])
 
 
-def _can_capture(model: LLM, pipeline: Pipeline | None, device: torch.device) -> bool:
-    """Whether steps can be captured on this device."""
-    if device.type != "cuda" or pipeline is not None or is_fully_sharded(model):
-        return False
+def autocast_state(device: torch.device) -> dict[str, Any]:
+    """Return the arguments of ``torch.autocast`` for its present state. For a step that is captured, ``cache_enabled=False`` is one
+    more: a graph would read weights from the cache of autocast after they are freed."""
+    kind = device.type
+    return {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+
+
+def step_graphs(model: LLM, pipeline: Pipeline | None, capture: bool, graph: Callable[[], Graph] | None) -> StepGraphs | None:
+    """Return the graphs of steps of ``model``, none yet, or None if its steps are not to be captured, or cannot be."""
+    device = next(model.parameters()).device
+    if graph is None and (not capture or device.type != "cuda" or pipeline is not None or is_fully_sharded(model)):
+        return None
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]
-    return all(get_backend(device, axis) in ("nccl", "none") for axis in axes)
+    can_capture = graph is not None or all(get_backend(device, axis) in ("nccl", "none") for axis in axes)
+    return StepGraphs(device, graph) if can_capture else None
 
 
-_open: "weakref.WeakSet[Generation]" = weakref.WeakSet()
+_open: "weakref.WeakSet[StepGraphs]" = weakref.WeakSet()
 
 
 def close_all() -> None:
-    """Close all generations that have captured graphs."""
-    for generation in list(_open):
-        if generation._captured:
-            generation.close()
+    """Delete all graphs of steps."""
+    for graphs in list(_open):
+        graphs.close()
 
 
 before_destroy_process_group.append(close_all)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.causal_attention import causal_attention
 from hpcai.models.llm.model import CausalAttention
 
@@ -26,7 +27,7 @@ _DENSE = 0.5  # fraction of the lowest blocks from which they are read in place:
 class Span(NamedTuple):
     """Tokens of a text that a step computes."""
 
-    blocks: Sequence[int]
+    blocks: list[int]
     """of the text, for these tokens and all before them"""
     first: int
     """position"""
@@ -90,9 +91,13 @@ class QueryTable:
 
 
 class Layout:
-    """The spans of a step on the device, those of ``FEW`` tokens first. ``sampled``: The tokens of which logits are needed."""
+    """The spans of a step on the device, those of ``FEW`` tokens first. ``sampled``: The tokens of which logits are needed.
 
-    def __init__(self, spans: Sequence[Span], size: int, device: torch.device) -> None:
+    ``columns``: Queries have tables of so many blocks [queries, M], as a GPU's kernel takes them, in place of a ``QueryTable``.
+    ``key``: That of the graph of the step, if it has one.
+    """
+
+    def __init__(self, spans: Sequence[Span], size: int, device: torch.device, columns: int = 0) -> None:
         self.spans, self.size = spans, size
         few = [span for span in spans if len(span.tokens) <= FEW]
         self.queries = sum(len(span.tokens) for span in few)
@@ -105,19 +110,32 @@ class Layout:
         ends = np.cumsum([len(span.tokens) for span in self.spans]).tolist()
         sampled = [*chain.from_iterable(range(end - span.sampled, end) for end, span in zip(ends, self.spans))]
         self.sampled = device_tensor(sampled or [0], device)
-        self.table = QueryTable(few, size, device) if few else None
-        self._rows: dict[int, Tensor] = {}
+        self.table: QueryTable | Tensor | None = None
+        if few and columns:
+            rows = [[*span.blocks, *span.blocks[-1:] * (columns - len(span.blocks))] for span in few]
+            self.table = device_tensor(np.repeat(rows, [len(span.tokens) for span in few], 0), device)
+        elif few:
+            self.table = QueryTable(few, size, device)
+        self.key: Any = None
+        self.row_cache: dict[int, Tensor] = {}
 
     def rows(self, heads: int) -> Tensor:
         """Return the rows of the new tokens in a pool of [blocks K P, D].   [K T]"""
-        if heads not in self._rows:
+        if heads not in self.row_cache:
             first = self.blocks * heads + torch.arange(heads, device=self.blocks.device)[:, None]
-            self._rows[heads] = (first * self.size + self.positions % self.size).flatten()
-        return self._rows[heads]
+            self.row_cache[heads] = (first * self.size + self.positions % self.size).flatten()
+        return self.row_cache[heads]
+
+    def copy_(self, other: "Layout") -> "Layout":
+        """Copy the values of a layout of the same shapes, both of queries alone with tables."""
+        for name in ("tokens", "positions", "blocks", "sampled", "table"):
+            getattr(self, name).copy_(getattr(other, name))
+        return self
 
 
-def device_tensor(values: Any, device: torch.device) -> Tensor:
-    tensor = torch.as_tensor(values, dtype=torch.int64)
+def device_tensor(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy values of the host to the device. The host does not wait."""
+    tensor = torch.as_tensor(values, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -187,8 +205,11 @@ class PagedAttention(CausalAttention):
         layout, args = self.layout, (self.window, self.softcap, sinks)
         parts, first = list[Tensor](), layout.queries
         if first:
-            keys, values = self.pools
-            y = paged_attention(q[0, :, :first].transpose(0, 1), keys, values, layout.table, *args)
+            queries, (keys, values) = q[0, :, :first].transpose(0, 1), self.pools
+            if isinstance(layout.table, QueryTable):
+                y = paged_attention(queries, keys, values, layout.table, *args)
+            else:
+                y = paged.paged_attention(queries, keys, values, layout.table, layout.positions[0, :first], *args)
             parts.append(y.transpose(0, 1)[None])
         for before, count, blocks in layout.prefill:
             own = [x[:, :, first : first + count] for x in (q, k, v)]

@@ -12,10 +12,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from hpcai.data.readers import available_memory
@@ -34,37 +36,56 @@ from hpcai.models.llm.gathered import (
     local_modules,
     override_attributes,
 )
-from hpcai.models.llm.generation import check_prompts, copy_weights, is_fully_sharded, sample_tokens
+from hpcai.models.llm.generation import autocast_state, check_prompts, copy_weights, is_fully_sharded, sample_tokens, step_graphs
 from hpcai.models.llm.model import LLM, depends_on_length
+from hpcai.nn.cuda_graph import Graph
 from hpcai.nn.lm_head import LMHead
 from hpcai.parallel.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 _MEMORY = 0.5  # fraction of the free memory for the cache
+_COLUMNS = 4  # blocks of a table of a captured step, at least
 
 
 class CachedModel:
-    """A model with paged keys and values. The weights may change; ``refresh`` takes account of it."""
+    """A model with paged keys and values. The weights may change; ``refresh`` takes account of it.
 
-    def __init__(self, model: LLM, pipeline: Pipeline | None = None) -> None:
+    On a GPU, steps of queries alone are captured, by the rounded numbers of queries and of blocks of a text. Padding queries write
+    into a block behind those of the pool, and attend to nothing. ``capture`` and ``graph`` as for ``Engine``.
+    """
+
+    def __init__(self, model: LLM, pipeline: Pipeline | None, capture: bool, graph: Callable[[], Graph] | None) -> None:
         self.model, self.pipeline = model, pipeline
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.attentions: list[PagedAttention] = []
+        self._has_tables = self.device.type == "cuda" or graph is not None
+        self.graphs = step_graphs(model, pipeline, capture, graph)
+        self._layouts, self._addresses = dict[Any, Layout](), list[Any]()
+        self._logits: Any = None  # of a captured step, of all the same: they are read before the next step
+        self._length = torch.full((), model.cfg.max_length, device=self.device)
 
-    def allocate(self, count: int, size: int) -> None:
-        self.attentions = [PagedAttention(local_attention(each), count, size) for each in local_attentions(self.model)]
+    def allocate(self, count: int, size: int, queries: int) -> None:
+        """Allocate ``count`` blocks of ``size`` tokens. ``queries``: The largest number of those of captured steps."""
+        self.count, self.size, self.queries = count, size, _round_queries(queries)
+        blocks = count + self._has_tables
+        self.attentions = [PagedAttention(local_attention(each), blocks, size) for each in local_attentions(self.model)]
         self.refresh()
 
     def refresh(self) -> None:
+        if self.graphs is not None:  # they are right for all values of weights in the same memory, as optimizers write them
+            tensors = *self.model.parameters(), *self.model.buffers()
+            addresses = [(x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors]
+            if addresses != self._addresses:
+                self.graphs.close()
+            self._addresses = addresses
         self._on_cpu = self.device.type == "cpu" and not is_fully_sharded(self.model)  # whose weights would stay in inference mode
         self._overrides = gather_overrides(self.model, self.pipeline)
         for attention, paged in zip(local_attentions(self.model), self.attentions):
             self._overrides += [(attention, "update_cache", paged.update), (attention, "core_attention", paged)]
         if depends_on_length(self.model.cfg.rotary):  # keys must have the frequencies of later queries: those of the longest text
-            length = torch.full((), self.model.cfg.max_length, device=self.device)
-            self._overrides += [(module, "text_length", length) for module in local_modules(self.model, self.pipeline)]
-        if self._on_cpu and not torch.is_autocast_enabled("cpu"):
+            self._overrides += [(module, "text_length", self._length) for module in local_modules(self.model, self.pipeline)]
+        if self._on_cpu and self.graphs is None and not torch.is_autocast_enabled("cpu"):
             self._overrides += copy_weights(self.model)
 
     def token_bytes(self) -> int:
@@ -76,7 +97,8 @@ class CachedModel:
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Return ``function()``, in which the model uses the cache."""
-        with torch.no_grad(), torch.inference_mode() if self._on_cpu else nullcontext(), override_attributes(self._overrides):
+        device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with torch.no_grad(), torch.inference_mode() if self._on_cpu else device, override_attributes(self._overrides):
             if not self.model.training:
                 return function()
             self.model.eval()
@@ -85,7 +107,35 @@ class CachedModel:
             finally:
                 self.model.train()
 
-    def forward(self, layout: Layout, module: Any = None, hidden: Tensor | None = None) -> Tensor:
+    def lay_out(self, spans: Sequence[Span]) -> Layout:
+        """Return the layout of a step, that of its graph if it is captured."""
+        few, count = [span for span in spans if len(span.tokens) <= FEW], sum(len(span.tokens) for span in spans)
+        columns = max((len(span.blocks) for span in few), default=0)
+        if self.graphs is None or count > self.queries or len(few) < len(spans):
+            return Layout(spans, self.size, self.device, columns * self._has_tables)
+        rows, columns = _round_queries(count), max(_COLUMNS, 1 << (columns - 1).bit_length())
+        key = rows, columns, *autocast_state(self.device).values()
+        new = Layout([*spans, *[Span([self.count], -1, [0], 0)] * (rows - count)], self.size, self.device, columns)
+        new.key, new.sampled = key, F.pad(new.sampled, (0, rows - len(new.sampled)))
+        return self._layouts.setdefault(key, new).copy_(new)
+
+    def forward(self, layout: Layout) -> Tensor:
+        """Return logits, those of a captured step with further rows behind.   [N, V]"""
+        if self.graphs is None or layout.key is None:
+            return self.forward_module(layout)
+        self.graphs.run(layout.key, partial(self._captured_step, layout))
+        y: Tensor = self._logits[: len(layout.sampled)]
+        return y
+
+    def _captured_step(self, layout: Layout) -> None:
+        layout.row_cache.clear()
+        with torch.autocast(**autocast_state(self.device), cache_enabled=False):
+            logits = self.forward_module(layout)
+        if self._logits is None:
+            self._logits = logits.new_empty(self.queries, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)
+
+    def forward_module(self, layout: Layout, module: Any = None, hidden: Tensor | None = None) -> Tensor:
         """Return logits, or what the next pipeline stage takes. ``module``: The stage.   [N, V], or [1, T, C]"""
         module = module or self.model
         for attention in self.attentions:
@@ -94,11 +144,16 @@ class CachedModel:
         if isinstance(module.lm_head, LMHead):
             hook = module.lm_head.register_forward_pre_hook(lambda head, args: (args[0][:, layout.sampled], *args[1:]))
         try:
-            y: Tensor = module(layout.tokens if hidden is None else hidden, positions=layout.positions)
+            y: Tensor = module(layout.tokens if hidden is None else hidden, positions=layout.positions.clamp(min=0))
         finally:
             if hook is not None:
                 hook.remove()
         return y if hook is None else y[0]
+
+
+def _round_queries(count: int) -> int:
+    """Return a number of queries of captured steps, at least ``count``: 1, 2, 4, 8, 16, 24 and so on."""
+    return -(-count // 8) * 8 if count > 8 else 1 << (count - 1).bit_length()
 
 
 class _Step(NamedTuple):
@@ -118,15 +173,19 @@ class Engine:
     returns it, whose stages compute different texts at the same time. The weights may change between texts; call ``reset`` then.
     Raises ConfigError for a stage without ``pipeline``, a draft model beside it or with other tokens, and a cache smaller than a
     block.
+
+    On a GPU steps without prefill are captured in CUDA graphs, unless ``capture`` is False; ``graph`` is a factory of graphs in
+    place of CUDA's. ``reset`` keeps them while parameters and buffers stay in their memory.
     """
 
     def __init__(
         self, model: LLM, cfg: EngineConfig | None = None, *, draft: LLM | None = None, vocab_size: int | None = None,
-        pipeline: Any = None, capture: bool = True,
+        pipeline: Any = None, capture: bool = True, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.cfg, self.pipeline = model, cfg or EngineConfig(), active_pipeline(model, pipeline)
         self.vocab_size = min(vocab_size or model.cfg.vocabulary, model.cfg.vocabulary)
-        self.target, self.draft = CachedModel(model, self.pipeline), None if draft is None else CachedModel(draft)
+        self.target = CachedModel(model, self.pipeline, capture, graph)
+        self.draft = None if draft is None else CachedModel(draft, None, capture, graph)
         self.max_length, self.device = model.cfg.max_length, self.target.device
         if draft is not None:
             if draft.cfg.vocabulary != model.cfg.vocabulary or self.pipeline is not None:
@@ -136,7 +195,7 @@ class Engine:
         size, count = self.cfg.block, self._count_blocks()
         self.blocks = BlockPool(count)
         for each in self._models:
-            each.allocate(count, size)
+            each.allocate(count, size, self.cfg.texts * (1 + (self.cfg.ahead if draft else 0)))
         stages = 1 if self.pipeline is None else self.pipeline.count
         sizes = -(-self.cfg.texts // stages), -(-self.cfg.tokens // stages)
         self.schedulers = [Scheduler(self.blocks, size, *sizes, self.cfg.ahead if draft else 0) for _ in range(stages)]
@@ -213,7 +272,7 @@ class Engine:
             tokens = [*request.tokens[request.computed : end], *chunk.proposed]
             spans.append(Span(request.blocks, request.computed, tokens, (1 + len(chunk.proposed)) * chunk.samples))
         order = sorted(range(len(chunks)), key=lambda n: len(spans[n].tokens) > FEW)
-        return _Step([chunks[n] for n in order], Layout([spans[n] for n in order], self.cfg.block, self.device))
+        return _Step([chunks[n] for n in order], self.target.lay_out([spans[n] for n in order]))
 
     def _propose(self, chunks: Sequence[Chunk]) -> None:
         """Have the draft model compute the tokens of the chunks, and propose the next ones of texts in decode."""
@@ -223,7 +282,7 @@ class Engine:
             new.sort(key=lambda pair: len(pair[1]) > FEW)
             asked = [chunk for chunk, _ in new if chunk.ahead]
             spans = [Span(chunk.request.blocks, chunk.request.drafted, tokens, int(chunk.ahead > 0)) for chunk, tokens in new]
-            logits = self.draft.forward(Layout(spans, self.cfg.block, self.device))
+            logits = self.draft.forward(self.draft.lay_out(spans))
             for chunk, tokens in new:
                 chunk.request.drafted += len(tokens)
             if asked:
@@ -239,7 +298,7 @@ class Engine:
         stages, outputs = self.pipeline.stages, dict[int, Tensor]()
         for stage in stages.local_stages:
             if (step := self._steps[stage]) is not None:
-                outputs[stage] = self.target.forward(step.layout, stages.module(stage), self._hidden.pop(stage, None))
+                outputs[stage] = self.target.forward_module(step.layout, stages.module(stage), self._hidden.pop(stage, None))
         self._exchange(outputs)
         return outputs.get(self.pipeline.count - 1)
 
@@ -295,7 +354,7 @@ class Engine:
     def _sample(self, rows: Sequence[tuple[Request, Sequence[int]]], logits: Tensor) -> Tensor:
         """Return the token after those of each text and the further ones of its row, and its log-probability.   logits [N, V] ->
         [2, N] float64"""
-        logits = logits[:, : self.vocab_size]
+        logits = logits[: len(rows), : self.vocab_size]
         if any(request.processor for request, _ in rows):
             logits = torch.stack([
                 row if request.processor is None else request.processor([*request.tokens, *further], row)
@@ -305,16 +364,18 @@ class Engine:
         for n, (request, _) in enumerate(rows):
             places.setdefault(request.cfg, []).append(n)
         for cfg, place in places.items():
-            chosen = logits if len(places) == 1 else logits[place]
-            seen = torch.zeros(len(place), logits.shape[1] * (cfg.repetition != 1), dtype=torch.bool, device=logits.device)
+            index = slice(None) if len(places) == 1 else device_tensor(place, logits.device)
+            chosen = logits[index]
+            seen = torch.zeros(len(place), self.model.cfg.vocabulary * (cfg.repetition != 1), dtype=torch.bool)
             if cfg.repetition != 1:
-                for index, n in enumerate(place):
-                    seen[index].index_fill_(0, device_tensor([*rows[n][0].tokens, *rows[n][1]], logits.device), True)
+                for row, n in enumerate(place):
+                    seen[row, [*rows[n][0].tokens, *rows[n][1]]] = True
+            seen = device_tensor(seen[:, : self.vocab_size], logits.device, torch.bool)
             uniforms = [rows[n][0].uniforms[len(rows[n][0].output) + len(rows[n][1])] for n in place]
-            tokens = sample_tokens(chosen, seen, cfg, uniforms)
+            tokens = sample_tokens(chosen, seen, cfg, device_tensor(uniforms, logits.device, torch.float64))
             scaled = chosen.double() / (cfg.temperature or 1.0)
-            numbers[0, place] = tokens.double()
-            numbers[1, place] = scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+            numbers[0, index] = tokens.double()
+            numbers[1, index] = scaled.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         return numbers
 
     def _count_blocks(self) -> int:
