@@ -106,10 +106,10 @@ def _compiled(function: Function, *inputs: Any) -> Tensor:
 # ---- inputs
 
 
-def _attention_inputs(draw: RandomInputs, rows: int, entries: int, heads: int, channels: int) -> list[Any]:
+def _attention_inputs(draw: RandomInputs, rows: int, entries: int, heads: int, channels: int, bias: bool = True) -> list[Any]:
     """Shape: qkvg [B, I, N, 4, H, C], gate_bias [H * C], mask [B, I, N], bias [B, H, N, N]"""
     gate_bias, mask = draw(heads * channels, wide=True), draw.mask(1, rows, entries)
-    return [draw(1, rows, entries, 4, heads, channels), gate_bias, mask, draw(1, heads, entries, entries)]
+    return [draw(1, rows, entries, 4, heads, channels), gate_bias, mask, draw(1, heads, entries, entries) if bias else None]
 
 
 def _channels_last_inputs(draw: RandomInputs, batch: int, channels: int, *places: int) -> list[Any]:
@@ -117,9 +117,10 @@ def _channels_last_inputs(draw: RandomInputs, batch: int, channels: int, *places
     return [draw(batch, channels, *places, last=True), draw(channels, wide=True), draw(channels, wide=True)]
 
 
-def _layer_norm_inputs(draw: RandomInputs, rows: int, entries: int, channels: int) -> list[Any]:
-    """Shape: x [..., C], weight and bias [C]"""
-    return [draw(1, rows, entries, channels), draw(channels, wide=True), draw(channels, wide=True)]
+def _layer_norm_inputs(draw: RandomInputs, rows: int, entries: int, channels: int, channels_first: bool = False) -> list[Any]:
+    """Shape: x [..., C], whose channels may come first in memory; weight and bias [C]"""
+    x = draw(1, channels, rows, entries).detach().movedim(1, -1) if channels_first else draw(1, rows, entries, channels)
+    return [x.requires_grad_(), draw(channels, wide=True), draw(channels, wide=True)]
 
 
 def _outer_inputs(draw: RandomInputs, rows: int, entries: int, few: int, channels: int) -> list[Any]:
@@ -142,21 +143,23 @@ def _heads(qkvg: Tensor) -> list[Tensor]:
     return [x.transpose(-2, -3).flatten(0, 1) for x in qkvg.unbind(3)[:3]]
 
 
-def _sdpa(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+def _sdpa(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
     """Attention by torch, with mask and bias as one tensor of all logits."""
     absent = ((1 - mask) * -1e9).to(qkvg.dtype)[:, :, None, None, :]
+    logits = absent if bias is None else absent + bias[:, None]  # [B, I, H, N, N]
     q, k, v = _heads(qkvg)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=(absent + bias[:, None]).flatten(0, 1))  # [B * I, H, N, N]
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=logits.flatten(0, 1))
     return _gated(o.unflatten(0, qkvg.shape[:2]).transpose(-2, -3), qkvg, gate_bias)
 
 
-def _flex(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+def _flex(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
     rows, absent = qkvg.shape[1], (1 - mask) * -1e9
 
     def score(logit: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return logit + absent[b // rows, b % rows, k] + bias[b // rows, h, q, k]
+        logit = logit + absent[b // rows, b % rows, k]
+        return logit if bias is None else logit + bias[b // rows, h, q, k]
 
     q, k, v = _heads(qkvg)
     o: Any = flex_attention(q, k, v, score_mod=score)

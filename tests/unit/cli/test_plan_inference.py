@@ -28,12 +28,12 @@ def test_a_frontier_has_the_best_latency_and_the_best_throughput(tmp_path: Path,
     assert min(plans, key=lambda each: each.latency) == best[0] and max(plans, key=lambda each: each.throughput) == best[-1]
     assert all(a.latency < b.latency and a.throughput < b.throughput for a, b in zip(best, best[1:]))
     assert all(sum(a.latency >= b.latency and a.throughput <= b.throughput for b in plans) == 1 for a in best)
-    one = [each for each in plans if (each.tensor, each.pipeline) == (1, 1)]
-    assert [each.texts for each in one] == [2**n for n in range(len(one))] and one[-1].memory <= 0.9 * 80e9
-    cache = (one[-1].memory - one[-2].memory) / (one[-1].texts - one[-2].texts) / (1024 + 256)
+    unsharded = [each for each in plans if (each.tensor, each.pipeline) == (1, 1)]
+    assert [each.texts for each in unsharded] == [2**n for n in range(len(unsharded))] and unsharded[-1].memory <= 0.9 * 80e9
+    cache = (unsharded[-1].memory - unsharded[-2].memory) / (unsharded[-1].texts - unsharded[-2].texts) / (1024 + 256)
     assert cache == pytest.approx(128 * 1024), "bytes of a token of Llama 3.1 8B, in bfloat16"
     weights = 2 * planner.model.num_parameters / find_machine("h100").bandwidth
-    assert 1 < one[0].latency / weights < 1.2, "one text reads the weights for each token"
+    assert 1 < unsharded[0].latency / weights < 1.2, "one text reads the weights for each token"
     options = ["--machine", "h100", "--gpus", "8", "1", "--lengths", "1024", "256"]
     assert plan.main(["llm", "--inference", *SETTINGS, *options, "--json", "--picture", str(tmp_path / "frontier.png")]) == 0
     printed = json.loads(capsys.readouterr().out)
