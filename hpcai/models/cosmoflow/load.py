@@ -1,6 +1,6 @@
 """Load CosmoFlow weights, also in the formats of other codes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +46,35 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
     return {"channels": channels, "filters": filters, "blocks": blocks, "edge": edge, "parameters": outputs}
 
 
+def from_keras(weights: Sequence[np.ndarray]) -> dict[str, Tensor]:
+    """Convert Keras weights in layer order (kernel and bias of each convolution, then of each dense layer) to a state dict.
+
+    Convolution kernels are [D, H, W, in, out] and become [out, in, D, H, W]; dense ones [in, out] become [out, in].
+    """
+    state: dict[str, Tensor] = {}
+    convs = [i for i in range(0, len(weights), 2) if weights[i].ndim == 5]
+    for n, i in enumerate(convs):
+        state[f"conv_seq.{n}.conv.weight"] = torch.from_numpy(np.ascontiguousarray(weights[i].transpose(4, 3, 0, 1, 2)))
+        state[f"conv_seq.{n}.conv.bias"] = torch.from_numpy(np.array(weights[i + 1]))
+    for name, i in zip(("dense1", "dense2", "output"), range(2 * len(convs), len(weights), 2)):
+        state[f"{name}.weight"] = torch.from_numpy(np.ascontiguousarray(weights[i].T))
+        state[f"{name}.bias"] = torch.from_numpy(np.array(weights[i + 1]))
+    return state
+
+
 def _read(path: Path) -> tuple[dict[str, Tensor], CosmoFlowConfig | None]:
     if not h5py.is_hdf5(path):
         return weights.load_state(path, "cosmoflow", CosmoFlowConfig)
     try:
-        return _read_keras(path), None
+        return from_keras(_keras_arrays(path)), None
     except CheckpointError:
         raise
     except Exception as problem:  # h5py raises many types of errors for a damaged file
         raise CheckpointError(f"{path}: not Keras weights, or damaged: {problem}") from problem
 
 
-def _read_keras(path: Path) -> dict[str, Tensor]:
-    """Read the layers ``conv3d``, ``conv3d_1``, ..., ``dense``, ... as a state dict, from either layout of Keras's HDF5 files.
-
-    Kernels of convolutions are [D, H, W, in, out] and become [out, in, D, H, W]; dense ones [in, out] become [out, in].
-    """
+def _keras_arrays(path: Path) -> list[np.ndarray]:
+    """Return the arrays of ``conv3d``, ``conv3d_1``, ..., ``dense``, ... in order, from either layout of Keras's HDF5 files."""
     layers: dict[tuple[str, int], dict[str, np.ndarray]] = {}
 
     def visit(name: str, item: Any) -> None:
@@ -77,10 +90,4 @@ def _read_keras(path: Path) -> dict[str, Tensor]:
         file.visititems(visit)
     if not layers:
         raise CheckpointError(f"{path}: no layer named conv3d or dense; expected Keras weights of CosmoFlow")
-    state: dict[str, Tensor] = {}
-    dense = iter(("dense1", "dense2", "output"))
-    for n, layer in enumerate(sorted(layers)):
-        name, axes = (f"conv_seq.{n}.conv", (4, 3, 0, 1, 2)) if layer[0] == "conv3d" else (next(dense), (1, 0))
-        state[f"{name}.weight"] = torch.from_numpy(np.ascontiguousarray(layers[layer]["kernel"].transpose(axes)))
-        state[f"{name}.bias"] = torch.from_numpy(layers[layer]["bias"])
-    return state
+    return [layers[key][parameter] for key in sorted(layers) for parameter in ("kernel", "bias")]
