@@ -194,8 +194,7 @@ def check_sizes(path: Path, sizes: Mapping[str, Any], expected: Mapping[str, Any
     """Raise CheckpointError if the sizes of weights differ from those of the settings."""
     for name, size in sizes.items():
         if expected[name] != size:
-            actual = f"the weights have {name} {size}, the settings {expected[name]}"
-            raise CheckpointError(f"{path}: {actual}; give the settings of these weights")
+            raise CheckpointError(f"{path}: the weights have {name} {size}, the settings {expected[name]}; load without settings")
 
 
 def load_into(model: ModelT, state: Mapping[str, Tensor], path: Path) -> ModelT:

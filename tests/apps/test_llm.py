@@ -237,10 +237,12 @@ def test_three_commands_go_from_a_folder_of_text_to_text(
     assert generate[3] == "generate"
     import_module("apps.llm.generate").run([*generate[4:], "most=12"])
     assert len(capsys.readouterr().out.strip()) > 5
-    (cell,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    cell, engine_cell = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {}
     exec(cell.replace("most=100", "most=9"), names)
     assert str(names["model"].generate("def main(", temperature=0.8, top_p=0.95, most=9)) in capsys.readouterr().out
+    exec(engine_cell.replace("most=100", "most=9"), names)
+    assert len(capsys.readouterr().out.split()) > 1 and names["engine"].unfinished == 0
 
 
 def test_joined_documents_have_no_document_numbers(data: Path) -> None:

@@ -28,22 +28,30 @@ def load_weights(path: str | Path, cfg: CosmoFlowConfig | None = None) -> CosmoF
     path = Path(path)
     state, saved_cfg = _read(path)
     with weights.check_names(path, state, "conv_seq.0.conv.weight, dense1.weight, ..."):
-        sizes = _infer_sizes(state)
-        if cfg is None:
-            size = sizes["edge"] << sizes["blocks"]
-            cfg = saved_cfg or CosmoFlowConfig(
-                channels=sizes["channels"], size=size, filters=sizes["filters"], blocks=sizes["blocks"])
-    expected = {name: getattr(cfg, name) for name in ("channels", "filters", "blocks", "edge")}
-    weights.check_sizes(path, sizes, expected | {"parameters": len(cfg.parameters)})
-    return weights.load_into(CosmoFlow(saved_cfg or cfg), state, path)
+        sizes, outputs = _infer_sizes(state), len(state["output.weight"])
+    if cfg is not None:
+        weights.check_sizes(path, sizes, {name: getattr(cfg, name) for name in sizes})
+    if saved_cfg is None:
+        edge = sizes.pop("edge")
+        saved_cfg = (cfg or _default_config(outputs)).model_copy(update=sizes)
+        if saved_cfg.edge != edge or cfg is None:
+            saved_cfg = saved_cfg.model_copy(update={"size": edge << sizes["blocks"]})
+    return weights.load_into(CosmoFlow(saved_cfg), state, path)
 
 
 def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
     blocks = sum(name.endswith(".conv.weight") for name in state)
     filters, channels = state["conv_seq.0.conv.weight"].shape[:2]
     cells = state["dense1.weight"].shape[1] / len(state[f"conv_seq.{blocks - 1}.conv.weight"])
-    edge, outputs = round(cells ** (1 / 3)), len(state["output.weight"])
-    return {"channels": channels, "filters": filters, "blocks": blocks, "edge": edge, "parameters": outputs}
+    return {"channels": channels, "filters": filters, "blocks": blocks, "edge": round(cells ** (1 / 3))}
+
+
+def _default_config(outputs: int) -> CosmoFlowConfig:
+    """Return settings for weights without any: the parameters of the benchmark if their number agrees."""
+    default = CosmoFlowConfig()
+    if outputs == len(default.parameters):
+        return default
+    return CosmoFlowConfig(parameters=tuple(f"parameter_{i}" for i in range(outputs)), units=("",) * outputs)
 
 
 def from_keras(weights: Sequence[np.ndarray]) -> dict[str, Tensor]:

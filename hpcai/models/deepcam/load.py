@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpcai.errors import CheckpointError
-from hpcai.models.deepcam.config import DeepCamConfig
+from hpcai.models.deepcam.config import CLASSES, VARIABLES, DeepCamConfig
 from hpcai.models.deepcam.model import DeepCam
 from hpcai.nn import weights
 
@@ -28,7 +29,7 @@ def load_weights(path: str | Path, cfg: DeepCamConfig | None = None) -> DeepCam:
     with weights.check_names(path, state, "of the reference (xception_features.conv1.weight)"):
         sizes = _infer_sizes(state)
     if saved_cfg is None:
-        saved_cfg = (cfg or DeepCamConfig()).model_copy(update={name: sizes[name] for name in ("divide", "middle")})
+        saved_cfg = (cfg or _default_config(sizes)).model_copy(update={name: sizes[name] for name in ("divide", "middle")})
     base = cfg or saved_cfg
     expected = {"variables": len(base.variables), "classes": len(base.classes), "divide": base.divide, "middle": base.middle}
     weights.check_sizes(path, sizes, expected)
@@ -55,3 +56,14 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
     return {
         "variables": first.shape[1], "classes": last.shape[1], "divide": 32 // max(len(first), 1), "middle": len(blocks) - 4,
     }  # fmt: skip
+
+
+def _default_config(sizes: Mapping[str, int]) -> DeepCamConfig:
+    """Return settings for weights without any: the names of the benchmark if their numbers agree."""
+    kwargs: dict[str, Any] = {}
+    variables, classes = sizes["variables"], sizes["classes"]
+    if variables != len(VARIABLES):
+        kwargs |= {"variables": tuple(f"variable_{i}" for i in range(variables)), "units": ("",) * variables}
+    if classes != len(CLASSES):
+        kwargs |= {"classes": tuple(f"class_{i}" for i in range(classes)), "frequencies": None}
+    return DeepCamConfig(**kwargs)

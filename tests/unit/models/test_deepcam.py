@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcai import dist
-from hpcai.errors import CheckpointError, DataError
+from hpcai.errors import DataError
 from hpcai.models import deepcam
 from hpcai.models.deepcam import CLASSES, VARIABLES, Batch, DeepCam, DeepCamConfig
 from hpcai.models.deepcam.fields import stack_fields
@@ -73,12 +73,14 @@ def test_nvidia_weights_load_with_the_skip_before_relu(tmp_path: Path, kind: str
     assert configured.cfg.skip == "after" and torch.equal(configured(x), model(x)), "given settings take precedence"
 
 
-def test_weights_of_other_variables_need_settings(tmp_path: Path) -> None:
-    cfg = DeepCamConfig(variables=("a", "b"), units=("", ""), divide=16, middle=0)
+def test_other_channels_and_classes_get_names(tmp_path: Path) -> None:
+    cfg = DeepCamConfig(
+        variables=("a", "b"), units=("", ""), classes=("none", "front"), frequencies=None, divide=16, middle=0
+    )  # fmt: skip
     torch.save(new_model(cfg).state_dict(), tmp_path / "w.pt")
-    assert DeepCam.load(tmp_path / "w.pt", cfg).cfg == cfg
-    with pytest.raises(CheckpointError, match="the weights have variables 2, the settings 16; give the settings of these weights"):
-        DeepCam.load(tmp_path / "w.pt")
+    loaded = DeepCam.load(tmp_path / "w.pt")
+    assert loaded.cfg.variables == ("variable_0", "variable_1") and loaded.cfg.classes == ("class_0", "class_1")
+    assert loaded(torch.rand(1, 2, 32, 32)).shape == (1, 2, 32, 32)
 
 
 def test_the_two_initialisations() -> None:
