@@ -261,8 +261,8 @@ class Diffusion(PretrainedMixin):
         if not bool(values.isfinite().all()):
             forms = {"none": "{}", "log": "log({} + {:g})", "sqrt": "sqrt({})"}
             expected = ", ".join(forms[form].format(name, floor) for _, name, form, floor, *_ in channels)
-            advice = "; add 1 to a density contrast" if "log" in expected else ""
-            raise DataError(f"fields go from {float(x.min()):g} to {float(x.max()):g}; expected values with finite {expected}{advice}")
+            expected += "; add 1 to a density contrast" if "log" in expected else ""
+            raise DataError(f"fields go from {float(x.min()):g} to {float(x.max()):g}; expected values with finite {expected}")
         return values
 
     def standardize_parameters(self, values: Mapping[str, float | Sequence[float]]) -> Tensor:
