@@ -42,8 +42,15 @@ def engine_outputs(model: LLM, cfg: SamplingConfig, pipeline: Any) -> list[list[
     """Return the tokens of an engine whose cache does not hold all texts, and whose steps are shorter than prompts."""
     engine = Engine(model, EngineConfig(texts=8, tokens=8, block=2, cache=16), pipeline=pipeline)
     requests = [Request(prompt, cfg, 5 + row, [3]) for row, prompt in enumerate(PROMPTS)]
-    ended = [*engine.run(requests)]
-    assert len(ended) == len(requests) and engine.blocks.free == engine.blocks.count
+    early = engine.add(Request([9, 8, 7], SamplingConfig(most=12), 3))
+    for request in requests:
+        engine.add(request)
+    for _ in range(6):  # its step may be at any stage
+        engine.step()
+    engine.end(early)
+    assert early.ended and len(early.output) < 7
+    ended = {*engine.run()}
+    assert early not in ended and all(request.ended for request in requests) and engine.blocks.free == engine.blocks.count
     return [request.output for request in requests]
 
 

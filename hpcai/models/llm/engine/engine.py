@@ -236,8 +236,8 @@ class Engine:
     def end(self, request: Request) -> None:
         """End a text before its time. Between steps only."""
         request.ended = True
-        scheduler = next(each for each in self.schedulers if request in each.running or request in each.waiting)
-        scheduler.waiting.remove(request) if request in scheduler.waiting else scheduler.finish(request)
+        if not any(chunk.request is request for step in [*self._steps][:-1] if step for chunk in step.chunks):
+            self._release(request)  # otherwise later stages still read and write its blocks
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Request]:
         """Add texts, and yield each when it ends, until all have ended."""
@@ -264,6 +264,10 @@ class Engine:
         return [] if self._steps[-1] is None else self._finish(self._steps[-1], logits)
 
     # ---- a step
+
+    def _release(self, request: Request) -> None:
+        scheduler = next(each for each in self.schedulers if request in each.running or request in each.waiting)
+        scheduler.waiting.remove(request) if request in scheduler.waiting else scheduler.finish(request)
 
     def _lay_out(self, chunks: Sequence[Chunk]) -> _Step:
         spans = []
@@ -333,11 +337,11 @@ class Engine:
             numbers = self._sample(rows, logits)
         if self.pipeline is not None and rows:
             torch_dist.broadcast(numbers, group=self.pipeline.axis.group, group_src=self.pipeline.source)
-        sampled = zip(*numbers.tolist())
+        sampled, changed = zip(*numbers.tolist()), list[Request]()
         for chunk in step.chunks:
             request, count = chunk.request, len(chunk.request.tokens)
             pairs = [next(sampled) for _ in range((1 + len(chunk.proposed)) * chunk.samples)]
-            for n, (token, log_prob) in enumerate(pairs):
+            for n, (token, log_prob) in enumerate(() if request.ended else pairs):
                 request.tokens.append(int(token))
                 request.log_probs.append(log_prob)
                 request.ended = token in request.stop or not request.left or len(request.tokens) >= self.max_length
@@ -347,9 +351,11 @@ class Engine:
             self.proposed, self.accepted = self.proposed + len(chunk.proposed), self.accepted + accepted
             request.computed += chunk.count + accepted
             request.drafted = min(request.drafted, request.computed)
+            if len(request.tokens) > count:
+                changed.append(request)
             if request.ended:
-                self.end(request)
-        return [chunk.request for chunk in sampling]
+                self._release(request)
+        return changed
 
     def _sample(self, rows: Sequence[tuple[Request, Sequence[int]]], logits: Tensor) -> Tensor:
         """Return the token after those of each text and the further ones of its row, and its log-probability.   logits [N, V] ->
