@@ -221,7 +221,12 @@ def _validate_templates(templates: Mapping[str, Array] | None, length: int, wher
 
 def collate(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """Stack samples along a new first dim. Raises DataError, with the name, if shapes or dtypes differ."""
+    if not samples:
+        raise DataError("a batch of no samples, expected at least one")
     for number, sample in enumerate(samples):
+        for name in sorted(samples[0].keys() ^ sample.keys()):
+            has, lacks = (0, number) if name in samples[0] else (number, 0)
+            raise DataError(f"{name}: sample {has} of the batch has it, sample {lacks} has not; expected the same features in all")
         for name, array in sample.items():
             first = samples[0][name]
             if (array.shape, array.dtype) != (first.shape, first.dtype):

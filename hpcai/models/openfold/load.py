@@ -173,8 +173,12 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
         try:
             saved_cfg = cfg or _infer_settings(state, form)
         except (LookupError, RuntimeError, ValueError, ArithmeticError) as problem:
-            text = f"weights by the names of {form!r}, incomplete or with shapes of no OpenFold"
-            raise CheckpointError(f"{path}: {text}: {problem}") from problem
+            # The network to which incomplete weights would belong; one block stands for all.
+            template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
+            likely = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
+            expected = to_public(_build_on_meta(likely).state_dict(), likely, form)
+            _check_names(_merge_blocks(state), _merge_blocks(expected), path, form)
+            raise CheckpointError(f"{path}: weights by the names of {form!r} with shapes of no OpenFold: {problem}") from problem
     elif cfg is not None and cfg != saved_cfg:
         raise CheckpointError(f"{path}: contains settings that differ from cfg; load without cfg")
     with deferred():
@@ -201,6 +205,10 @@ def _check_names(names: Collection[str], expected: Collection[str], path: Path, 
             f"{path}: weights by the names of {form!r} that do not fit: {_shorten(missing)} missing; {_shorten(unexpected)} "
             "unexpected; pass the settings of these weights, or none, and a file of one form"
         )
+
+
+def _merge_blocks(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(re.sub(r"\.blocks\.\d+\.", ".blocks.#.", name) for name in names))
 
 
 def _shorten(names: list[str]) -> str:

@@ -318,16 +318,17 @@ def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: A
     """Write one chain as mmCIF or PDB, by the suffix .cif or .pdb, with residues numbered from 1.
 
     aatype [N], positions [N, 37, 3] in angstrom, mask [N, 37]; bfactors [N, 37], or [N] for all atoms of a residue, such as pLDDT.
-    Raises DataError for another suffix, no atoms, values that are not finite, and values outside the columns of the PDB format.
+    Raises DataError for wrong shapes, values that are not finite, and values outside the columns of the PDB format.
     """
     path = Path(path)
+    types = np.asarray(aatype)
     xyz, present, b = np.asarray(positions, np.float64), np.asarray(mask) > 0, np.asarray(bfactors, np.float64)
-    b = np.broadcast_to(b[:, None], present.shape) if b.ndim == 1 else b
-    _check_writable(path, xyz, present, b, chain)
+    b = np.broadcast_to(b[:, None], present.shape) if b.ndim == 1 and len(b) == len(present) else b
+    _check_writable(path, types, xyz, present, b, chain)
     module = _gemmi()
     structure, model, gemmi_chain = module.Structure(), module.Model(1), module.Chain(chain)
     structure.name = name
-    names = [RESNAMES[number] if number < UNKNOWN else "UNK" for number in np.asarray(aatype).tolist()]
+    names = [RESNAMES[number] if number < UNKNOWN else "UNK" for number in types.tolist()]
     for index, residue_name in enumerate(names):
         residue = module.Residue()
         residue.name, residue.seqid, residue.label_seq = residue_name, module.SeqId(index + 1, " "), index + 1
@@ -358,20 +359,26 @@ def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: A
     path.write_text(text, encoding="ascii")
 
 
-def _check_writable(
-    path: Path, xyz: NDArray[np.float64], present: NDArray[np.bool_], b: NDArray[np.float64], chain: str
-) -> None:
+def _check_writable(path: Path, types: NDArray[Any], xyz: NDArray[np.float64], present: NDArray[np.bool_], b: NDArray[np.float64],
+            chain: str) -> None:  # fmt: skip
+    length = len(types)
+    shapes = {"positions": (xyz, (length, 37, 3)), "mask": (present, (length, 37)), "bfactors": (b, (length, 37))}
     if path.suffix not in (".cif", ".pdb"):
         raise DataError(f"{path}: ends in {path.suffix!r}, expected .cif or .pdb")
     if not re.fullmatch("[A-Za-z0-9]+", chain):
         raise DataError(f"{path}: a chain named {chain!r}, expected letters and digits")
+    if types.ndim != 1 or types.dtype.kind not in "iu" or not ((types >= 0) & (types <= UNKNOWN)).all():
+        raise DataError(f"{path}: aatype of {types.dtype} {types.shape}, expected integers [N] from 0 to {UNKNOWN}")
+    for name, (array, shape) in shapes.items():
+        if array.shape != shape:
+            raise DataError(f"{path}: {name} of shape {array.shape}, expected {shape} for {length} residues")
     if not present.any():
         raise DataError(f"{path}: no atoms in the mask, expected at least one")
     if not (np.isfinite(xyz[present]).all() and np.isfinite(b[present]).all()):
         residue = int(np.argmax((present & ~(np.isfinite(xyz).all(2) & np.isfinite(b))).any(1))) + 1
         raise DataError(f"{path}: an atom of residue {residue} has a coordinate or B factor that is not finite")
     if path.suffix == ".pdb":
-        (low, high), length = PDB_RANGE, len(present)
+        low, high = PDB_RANGE
         if length > PDB_RESIDUES or len(chain) != 1 or not ((xyz[present] >= low) & (xyz[present] <= high)).all():
             text = f"{length} residues of chain {chain!r}, coordinates from {xyz[present].min():.3f} to {xyz[present].max():.3f}"
             raise DataError(f"{path}: {text}; PDB has columns for {PDB_RESIDUES}, one character,  {low} to {high}; write .cif")

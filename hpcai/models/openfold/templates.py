@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,16 @@ MAX_RESIDUES = np.iinfo(np.int16).max  # maximum residues of a template
 _CA, _BACKBONE = ATOM_ORDER["CA"], [ATOM_ORDER[name] for name in ("N", "CA", "C")]
 
 
+class ChainInfo(Protocol):
+    """Sequence and release of a chain, needed before its atoms are read; a Chain has them."""
+
+    @property
+    def sequence(self) -> str: ...
+
+    @property
+    def release(self) -> date | None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
     """A selected template. ``residue_map`` [N] int16: The residue of its chain, counted from 0 over its full sequence, aligned to
@@ -45,14 +55,14 @@ class Match:
 
 
 def select_hits(
-    hits: Iterable[Hit], sequence: str, chain_info: Callable[[str], Any], *, entry: str | None = None,
+    hits: Iterable[Hit], sequence: str, chain_info: Callable[[str], ChainInfo | None], *, entry: str | None = None,
     before: date | None = None, most: int = 20, reject: Callable[[Match], str | None] | None = None,
 ) -> tuple[list[Match], dict[str, str]]:  # fmt: skip
     """Return the hits that may be templates of ``sequence``, by descending ``sum_probs``, and the reasons against others.
 
-    ``chain_info`` returns an object with ``sequence`` and ``release`` for a chain such as "4zey_A", or None without a file of it;
-    its DataError is a reason too. ``entry`` is the query's own and ``before`` the day of its release; None sets no limit.
-    ``reject`` is called last, and may return a reason. Raises DataError for hits of another sequence than ``sequence``.
+    ``chain_info`` returns that of a chain such as "4zey_A", or None without a file of it; its DataError is a reason too. ``entry``
+    is the query's own and ``before`` the day of its release; None sets no limit. ``reject`` is called last, and may return a
+    reason. Raises DataError for hits of another sequence than ``sequence``.
     """
     query = encode(sequence)
     matches: list[Match] = []
@@ -61,6 +71,10 @@ def select_hits(
         if len(matches) >= most:
             break
         where = f"hit {hit.index}, {hit.name.strip()[:40]!r}"
+        for text, indices in ((hit.query, hit.query_indices), (hit.hit, hit.hit_indices)):
+            letters = np.array([letter != "-" for letter in text], bool)
+            if len(text) != len(hit.query) or indices.shape != letters.shape or (letters != (indices >= 0)).any():
+                raise DataError(f"{where}: query, template and their indices do not fit together; expected one alignment")
         positions = hit.query_indices[hit.query_indices >= 0]
         if len(positions) and (positions[-1] >= len(query) or (np.diff(positions) <= 0).any()):
             text = f"the query's residues {positions.min() + 1} to {positions.max() + 1}, expected them in order"
@@ -87,7 +101,7 @@ def parse_chain_name(hit: Hit) -> str | None:
 
 
 def _match_or_reason(
-    hit: Hit, name: str | None, sequence: str, chain_info: Callable[[str], Any], entry: str | None, before: date | None
+    hit: Hit, name: str | None, sequence: str, chain_info: Callable[[str], ChainInfo | None], entry: str | None, before: date | None
 ) -> Match | str:
     """Return the template, or the reason against it."""
     letters = hit.hit.replace("-", "")
@@ -168,12 +182,23 @@ def _align(part: Array, sequence: Array) -> Array:
 # ---- features of templates
 
 
-def rejection_reason(chain: Chain) -> str | None:
-    """Return why a chain cannot be a template; None if it can."""
-    known = chain.mask[:, _CA] > 0
-    if not (chain.mask[:, _BACKBONE] > 0).all(1).any():
+def _chain_arrays(chain: Any) -> tuple[Array, Array, Array]:
+    """Return aatype [P], positions [P, 37, 3] and mask [P, 37] of a Chain, or of a row with these names."""
+    names = "aatype", "positions", "mask"
+    aatype, positions, mask = (np.asarray(chain[name] if isinstance(chain, Mapping) else getattr(chain, name)) for name in names)
+    if aatype.ndim != 1 or positions.shape != (len(aatype), 37, 3) or mask.shape != (len(aatype), 37):
+        shapes = f"aatype {aatype.shape}, positions {positions.shape} and mask {mask.shape}"
+        raise DataError(f"a template with {shapes}, expected [P], [P, 37, 3] and [P, 37]")
+    return aatype, positions, mask
+
+
+def rejection_reason(chain: Any) -> str | None:
+    """Return why a chain, or a row with ``aatype``, ``positions`` and ``mask``, cannot be a template; None if it can."""
+    _, positions, mask = _chain_arrays(chain)
+    known = mask[:, _CA] > 0
+    if not (mask[:, _BACKBONE] > 0).all(1).any():
         return "no residue has its backbone"
-    steps = np.linalg.norm(np.diff(chain.positions[:, _CA].astype(np.float64), axis=0), axis=1)
+    steps = np.linalg.norm(np.diff(positions[:, _CA].astype(np.float64), axis=0), axis=1)
     jumps = np.flatnonzero((steps > MAX_STEP) & known[1:] & known[:-1])
     return f"{steps[jumps[0]]:.0f} angstrom from residue {jumps[0] + 1} to the next, {MAX_STEP:g} at most" if len(jumps) else None
 
@@ -185,16 +210,21 @@ def too_few_atoms(atoms: Array, residue_map: Array) -> str | None:
 
 
 def template_features(chains: Sequence[Any], residue_maps: Array, sum_probs: Any) -> dict[str, Array]:
-    """Return the ``templates`` of ``featurize`` from K chains, or rows with ``aatype`` [P], ``positions`` [P, 37, 3] and ``mask``
-    [P, 37], their residue maps [K, N] and sum_probs [K]. Raises DataError for residues that a chain does not have."""
+    """Return the ``templates`` of ``featurize`` from K chains (or rows of a store), their residue maps [K, N] and sum_probs [K].
+
+    Raises DataError for residues that a chain does not have.
+    """
     from hpcai.models.openfold.features import TEMPLATES  # imports settings, which the help of data_prep does not need
 
-    shape, probs = residue_maps.shape, np.asarray(sum_probs, np.float32)
+    residue_maps, probs = np.asarray(residue_maps), np.asarray(sum_probs, np.float32)
+    if residue_maps.ndim != 2 or residue_maps.dtype.kind not in "iu" or not len(chains) == len(residue_maps) == probs.size:
+        text = f"residue maps {residue_maps.dtype} {residue_maps.shape} and {probs.size} sum_probs"
+        raise DataError(f"templates: {text} of {len(chains)} chains, expected integers [{len(chains)}, N] and as many")
+    shape = residue_maps.shape
     aatype, mask = np.full(shape, GAP, np.int64), np.zeros((*shape, 37), np.float32)
     positions = np.zeros((*shape, 37, 3), np.float32)
     for row, (chain, residue_map) in enumerate(zip(chains, residue_maps)):
-        arrays = (chain[name] if isinstance(chain, Mapping) else getattr(chain, name) for name in ("aatype", "positions", "mask"))
-        types, xyz, atom_mask = arrays
+        types, xyz, atom_mask = _chain_arrays(chain)
         if residue_map.size and (residue_map.min() < -1 or residue_map.max() >= len(types)):
             text = f"residues from {residue_map.min()} to {residue_map.max()} of template {row + 1}"
             raise DataError(f"templates: {text}, which has {len(types)}, expected -1 to {len(types) - 1}")

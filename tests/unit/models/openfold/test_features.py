@@ -219,6 +219,7 @@ def test_collate_stacks_samples_and_raises_on_mismatch() -> None:
     for other, text in (
         (featurize(*inputs(), SMALL, passes=1), r"msa_feat: float32 \(5, 16, 49, 1\) in sample 1 and float32 \(5, .* 3\)"),
         ({**sample, "aatype": sample["aatype"].astype(np.int32)}, "aatype: int32"),
+        ({name: array for name, array in sample.items() if name != "chi_mask"}, "chi_mask: sample 0 .* has it, sample 1 has not"),
     ):
         with pytest.raises(DataError, match=text):
             collate([sample, other])

@@ -165,6 +165,8 @@ def test_invalid_structures_are_not_written(tmp_path: Path) -> None:
     aatype, positions, mask, plddt = predicted()
     cases = [
         ("p.ent", {}, "ends in '.ent', expected .cif or .pdb"),
+        ("p.cif", {"aatype": aatype + 1}, "expected integers .N. from 0 to 20"),
+        ("p.cif", {"positions": positions[:, :14]}, r"positions of shape \(21, 14, 3\), expected \(21, 37, 3\)"),
         ("p.cif", {"mask": 0 * mask}, "no atoms"),
         ("p.cif", {"positions": np.where(np.arange(21)[:, None, None] == 6, np.nan, positions)}, "an atom of residue 7 has"),
         ("p.cif", {"chain": "A B"}, "a chain named 'A B'"), ("p.pdb", {"chain": "AA"}, "chain 'AA', .*; write .cif"),

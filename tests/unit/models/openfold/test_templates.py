@@ -161,10 +161,13 @@ def test_a_changed_chain_is_realigned() -> None:
     assert residue_map_of(HIT, OTHER + "A" * 32707) == residue_map_of(HIT)
 
 
-@pytest.mark.parametrize("indices", [HIT.query_indices + 1, HIT.query_indices[::-1]])
-def test_hits_of_another_query_are_an_error(indices: np.ndarray) -> None:
+@pytest.mark.parametrize("change", [
+    {"query_indices": HIT.query_indices + 1}, {"query_indices": HIT.query_indices[::-1]}, {"query": HIT.query[1:]},
+    {"hit": HIT.hit[:-1] + "-"}, {"hit_indices": HIT.hit_indices[1:]},
+])  # fmt: skip
+def test_hits_of_another_query_are_an_error(change: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="hit 1, '1ABC_A a protein"):
-        select_hits([replace(HIT, query_indices=indices)], QUERY, lookup())
+        select_hits([replace(HIT, **change)], QUERY, lookup())
     assert not select_hits([replace(HIT, query="X" + HIT.query[1:])], QUERY, lookup())[1], "an unknown residue agrees with all"
 
 
