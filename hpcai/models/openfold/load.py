@@ -176,7 +176,8 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
             # The network to which incomplete weights would belong; one block stands for all.
             template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
             likely = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
-            expected = to_public(_build_on_meta(likely).state_dict(), likely, form)
+            with deferred():
+                expected = to_public(OpenFold(likely).state_dict(), likely, form)
             _check_names(_merge_blocks(state), _merge_blocks(expected), path, form)
             raise CheckpointError(f"{path}: weights by the names of {form!r} with shapes of no OpenFold: {problem}") from problem
     elif cfg is not None and cfg != saved_cfg:
