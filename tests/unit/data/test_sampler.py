@@ -89,7 +89,8 @@ def test_every_batch_is_of_one_group_and_no_sample_is_left_out(counts: list[int]
     assert (np.ptp(groups[sequence].reshape(-1, batch), 1) == 0).all()
     for group, count in enumerate(counts):
         drawn = sequence[groups[sequence] == group]
-        assert abs(len(drawn) - len(sequence) * count / len(groups)) <= len(counts) * batch, "in proportion to the group"
+        bound = count + len(counts) * batch  # the last pass over all groups is cut off at a random batch
+        assert abs(len(drawn) - len(sequence) * count / len(groups)) <= bound, "in proportion to the group"
         assert np.ptp(np.bincount(drawn, minlength=len(groups))[groups == group]) <= 1, "passes are complete, also across epochs"
     with pytest.raises(DataError, match="samples of 2 groups: its size changed within an epoch"):
         sampler.assign(np.array([np.flatnonzero(groups == group)[0] for group in (0, 1)]), 0, 1)
