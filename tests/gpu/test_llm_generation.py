@@ -52,7 +52,7 @@ def test_a_captured_step_waits_for_nothing(low_precision: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_captured_steps_of_the_engine_sample_as_eager_ones_and_wait_for_nothing(dtype: torch.dtype) -> None:
-    model, cfg = build_model(LLAMA).to(dtype), EngineConfig(texts=2, block=16, tokens=16)
+    model, cfg = build_model(LLAMA).to(dtype), EngineConfig(max_num_seqs=2, block_size=16, max_num_batched_tokens=16)
     outputs, sampling = [], [SamplingConfig(most=20 + 9 * n, temperature=1.0, top_p=0.9, repetition=1.1) for n in range(3)]
     for engine in (Engine(model, cfg, capture=False), Engine(model, cfg, graph=GRAPH)):
         requests = [Request(prompt, cfg, seed=3) for prompt, cfg in zip(PROMPTS, sampling)]

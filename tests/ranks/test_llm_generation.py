@@ -40,7 +40,7 @@ def build_model(mesh: Mesh, sizes: dict[str, Any]) -> tuple[LLM, Any]:
 
 def engine_outputs(model: LLM, cfg: SamplingConfig, pipeline: Any) -> list[list[int]]:
     """Return the tokens of an engine whose cache does not hold all texts, and whose steps are shorter than prompts."""
-    engine = Engine(model, EngineConfig(texts=8, tokens=8, block=2, cache=16), pipeline=pipeline)
+    engine = Engine(model, EngineConfig(max_num_seqs=8, max_num_batched_tokens=8, block_size=2, cache_tokens=16), pipeline=pipeline)
     requests = [Request(prompt, cfg, 5 + row, [3]) for row, prompt in enumerate(PROMPTS)]
     early = engine.add(Request([9, 8, 7], SamplingConfig(most=12), 3))
     for request in requests:

@@ -40,14 +40,14 @@ def test_texts_of_unequal_lengths_end_sooner_than_in_batches(quiet_hugging_face:
                 peer.eval().generate(ids, do_sample=False, **kwargs)
 
     def by_engine(texts: int) -> float:
-        engine, empty, used = Engine(model, EngineConfig(texts=texts)), 0, 0
+        engine, empty, used = Engine(model, EngineConfig(max_num_seqs=texts)), 0, 0
         for prompt, length in zip(prompts, lengths):
             engine.add(Request(prompt, SamplingConfig(most=length)))
         while engine.unfinished:
             engine.step()
             running = engine.schedulers[0].running
-            used += sum(len(request.blocks) * engine.cfg.block for request in running)
-            empty += sum(len(request.blocks) * engine.cfg.block - request.computed for request in running)
+            used += sum(len(request.blocks) * engine.cfg.block_size for request in running)
+            empty += sum(len(request.blocks) * engine.cfg.block_size - request.computed for request in running)
         return empty / used
 
     assert by_engine(BATCH) < 0.04

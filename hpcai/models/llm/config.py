@@ -339,15 +339,15 @@ class SamplingConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """Sizes of a generation engine."""
+    """Sizes of a generation engine, by vLLM's names."""
 
-    texts: PositiveInt = 64
+    max_num_seqs: PositiveInt = 64
     """largest number of texts that are continued at the same time"""
-    tokens: PositiveInt = 1024
+    max_num_batched_tokens: PositiveInt = 1024
     """largest number of tokens of a step: prompts are computed in chunks, beside the texts that decode"""
-    block: PositiveInt = 16
+    block_size: PositiveInt = 16
     """tokens of a block of the KV cache"""
-    cache: PositiveInt | None = None
-    """tokens of the KV cache; null: `texts` of the largest length, in half of the free memory at most"""
-    ahead: Annotated[int, Field(ge=1, le=7)] = 4
+    cache_tokens: PositiveInt | None = None
+    """tokens of the KV cache; null: `max_num_seqs` texts of the largest length, in half of the free memory at most"""
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=7)] = 4
     """tokens that a draft model proposes at a time"""

@@ -91,7 +91,10 @@ def complete_texts(
     model: LLM, prompts: Sequence[Sequence[int]], seed: int = 0, pipeline: Any = None, capture: bool = True, **kwargs: Any
 ) -> list[str]:
     """Return the texts after the tokens of each prompt. ``kwargs`` as for ``Completions.add``."""
-    completions = Completions(model, pipeline=pipeline, capture=capture)
+    cfg, most = EngineConfig(), kwargs.get("most", SamplingConfig().most)
+    lengths = sorted(-(-min(len(prompt) + most, model.cfg.max_length) // cfg.block_size) for prompt in prompts)
+    tokens = max(sum(lengths[-cfg.max_num_seqs :]), 1) * cfg.block_size  # of the texts that need most
+    completions = Completions(model, EngineConfig(cache_tokens=tokens), pipeline=pipeline, capture=capture)
     for n, prompt in enumerate(prompts):
         completions.add(n, prompt, seed=seed + n, **kwargs)
     return [text for _, text in sorted(completions)]

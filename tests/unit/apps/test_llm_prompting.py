@@ -91,7 +91,7 @@ def test_a_prompt_is_literal_text(prompt: str, home: Path, command: Any) -> None
 
 def test_a_file_of_prompts_is_completed_by_line_and_resumed(home: Path, tmp_path: Path, command: Any) -> None:
     path, out, model = write_jsonl(tmp_path / "p.jsonl", PROMPTS), tmp_path / "deep" / "out.jsonl", LLM.load(home)
-    args = command_args(weights=home, file=path) + ["engine.texts=2"]
+    args = command_args(weights=home, file=path) + ["engine.max_num_seqs=2"]
     expected = [
         {"line": n, **prompt, "completion": str(model.generate(prompt["text"], temperature=1.3, top_k=40, most=12, seed=n))}
         for n, prompt in enumerate(PROMPTS, 1)
@@ -144,7 +144,8 @@ def test_sharded_generation_equals_unsharded(home: Path, tmp_path: Path) -> None
     nn.init.normal_(model.model.layers[1].self_attn.v_proj.adapter.lora_B.weight, std=0.5)  # type: ignore[union-attr]
     save_adapter(model, cfg, tmp_path / "adapter")
     path = write_jsonl(tmp_path / "p.jsonl", PROMPTS)
-    settings: dict[str, Any] = {"most": 10, "temperature": 1.3, "file": path, "engine": EngineConfig(texts=2), "precision": "fp32"}
+    settings: dict[str, Any] = {"most": 10, "temperature": 1.3, "file": path, "precision": "fp32"}
+    settings["engine"] = EngineConfig(max_num_seqs=2)
     for number, adapter in enumerate((None, tmp_path / "adapter")):
         unsharded = GenerateConfig(**settings, weights=home, adapter=adapter, out=tmp_path / f"unsharded{number}")
         sharded = unsharded.model_copy(update={"out": tmp_path / f"sharded{number}", "mesh": AxesConfig(**axes)})

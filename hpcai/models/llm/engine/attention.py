@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.causal_attention import causal_attention
+from hpcai.kernels.paged_attention import paged_attention
 from hpcai.models.llm.model import CausalAttention
 
 FEW = 8
@@ -46,15 +46,18 @@ class Group:
     """[N, R]"""
     offsets: Tensor
     """[N, R] the position of a query, from that of the first token of the block; negative: no query"""
-    _biases: dict[Any, Tensor] = field(default_factory=dict)
+    _biases: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def bias(self, k: Tensor, heads: int, window: int | None) -> Tensor:
-        """Return what is added to logits, 0 for tokens to attend to; layers share it.   [N K, R G, P]"""
+    def bias(self, k: Tensor, heads: int, window: int | None) -> tuple[Tensor, Tensor]:
+        """Return what is added to logits, 0 for tokens to attend to, and the last of these; layers share them.   [N K, R G, P], and
+        [N K, R G, 1]"""
         if (key := (*k.shape[1:3], heads, window)) not in self._biases:
             distance = self.offsets[..., None] - torch.arange(k.shape[2], device=k.device)  # [N, R, P]
             mask = (distance >= 0) & (distance < window) if window is not None else distance >= 0
             bias = torch.zeros(mask.shape, dtype=k.dtype, device=k.device).masked_fill_(~mask, torch.finfo(k.dtype).min)
-            self._biases[key] = bias.repeat_interleave(k.shape[1], 0).repeat_interleave(heads, 1)
+            last = self.offsets.clamp(0, k.shape[2] - 1)[..., None]
+            first, second = (x.repeat_interleave(k.shape[1], 0).repeat_interleave(heads, 1) for x in (bias, last))
+            self._biases[key] = first, second
         return self._biases[key]
 
 
@@ -139,7 +142,7 @@ def device_tensor(values: Any, device: torch.device, dtype: torch.dtype = torch.
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def paged_attention(
+def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, table: QueryTable, window: int | None = None, softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -165,7 +168,7 @@ def _attend_blocks(
     Shape: q [queries, K, G, D]"""
     (count, queries), heads, scale = group.queries.shape, q.shape[2], q.shape[-1] ** -0.5
     keys, values = (pool[group.blocks].flatten(0, 1) for pool in (k, v))  # [N K, P, D]
-    rows, bias = q[group.queries].transpose(1, 2).reshape(len(keys), queries * heads, -1), group.bias(k, heads, window)
+    rows, (bias, last) = q[group.queries].transpose(1, 2).reshape(len(keys), queries * heads, -1), group.bias(k, heads, window)
     if softcap is None:
         logits = torch.baddbmm(bias, rows, keys.mT, alpha=scale)
     else:
@@ -173,7 +176,6 @@ def _attend_blocks(
     logits = logits.to(torch.promote_types(q.dtype, torch.float32))
     weights = logits.log_softmax(-1)
     # Logits are the logarithms of weights plus that of the sum: taken at a token that is attended to, a tenth of logsumexp's time.
-    last = group.offsets.clamp(0, k.shape[2] - 1).repeat_interleave(k.shape[1], 0).repeat_interleave(heads, 1)[..., None]
     sums = logits.gather(2, last) - weights.gather(2, last)
     y = torch.bmm(weights.exp().to(v.dtype), values)
     y, sums = (x.view(count, -1, queries, heads, x.shape[-1]).transpose(1, 2).flatten(0, 1) for x in (y, sums))
@@ -207,9 +209,9 @@ class PagedAttention(CausalAttention):
         if first:
             queries, (keys, values) = q[0, :, :first].transpose(0, 1), self.pools
             if isinstance(layout.table, QueryTable):
-                y = paged_attention(queries, keys, values, layout.table, *args)
+                y = blockwise_attention(queries, keys, values, layout.table, *args)
             else:
-                y = paged.paged_attention(queries, keys, values, layout.table, layout.positions[0, :first], *args)
+                y = paged_attention(queries, keys, values, layout.table, layout.positions[0, :first], *args)
             parts.append(y.transpose(0, 1)[None])
         for before, count, blocks in layout.prefill:
             own = [x[:, :, first : first + count] for x in (q, k, v)]

@@ -167,8 +167,8 @@ class Engine:
     """Continues texts by continuous batching. A text depends on its prompt, sampling and seed only, to rounding: other texts of its
     steps change neither its random numbers nor its tokens.
 
-    ``draft``: A small model with the same tokens, which proposes ``cfg.ahead`` tokens of each text (Leviathan et al. 2023): those
-    that ``model`` samples as well are taken, so that it changes no token. ``vocab_size``: Sample from the first so many vocabulary
+    ``draft``: A small model with the same tokens, which proposes the next ones of each text (Leviathan et al. 2023): those that
+    ``model`` samples as well are taken, so that it changes no token. ``vocab_size``: Sample from the first so many vocabulary
     entries only. Collective over all ranks of a sharded model, which get the same requests; ``pipeline`` as ``build_pipeline``
     returns it, whose stages compute different texts at the same time. The weights may change between texts; call ``reset`` then.
     Raises ConfigError for a stage without ``pipeline``, a draft model beside it or with other tokens, and a cache smaller than a
@@ -192,13 +192,13 @@ class Engine:
                 actual = f"a draft model of {draft.cfg.vocabulary} vocabulary entries, the model has {model.cfg.vocabulary}"
                 raise ConfigError(f"{actual}; expected as many, and no pipeline")
             self.max_length = min(self.max_length, draft.cfg.max_length)
-        size, count = self.cfg.block, self._count_blocks()
+        size, count, ahead = self.cfg.block_size, self._count_blocks(), self.cfg.num_speculative_tokens if draft else 0
         self.blocks = BlockPool(count)
         for each in self._models:
-            each.allocate(count, size, self.cfg.texts * (1 + (self.cfg.ahead if draft else 0)))
+            each.allocate(count, size, self.cfg.max_num_seqs * (1 + ahead))
         stages = 1 if self.pipeline is None else self.pipeline.count
-        sizes = -(-self.cfg.texts // stages), -(-self.cfg.tokens // stages)
-        self.schedulers = [Scheduler(self.blocks, size, *sizes, self.cfg.ahead if draft else 0) for _ in range(stages)]
+        sizes = -(-self.cfg.max_num_seqs // stages), -(-self.cfg.max_num_batched_tokens // stages)
+        self.schedulers = [Scheduler(self.blocks, size, *sizes, ahead) for _ in range(stages)]
         self._turn, self._steps = 0, deque[_Step | None]([None] * stages)  # by stage
         self._hidden: dict[int, Tensor] = {}  # the input of each local stage
         self.proposed = self.accepted = 0
@@ -223,11 +223,12 @@ class Engine:
 
     def add(self, request: Request) -> Request:
         """Add a text. Raises DataError as ``check_prompts``, ConfigError for one that the cache cannot hold."""
-        check_prompts([request.prompt], self.model.cfg.vocabulary, self.max_length)
+        named = f"prompt {0 if request.name is None else request.name}"
+        check_prompts([request.prompt], self.model.cfg.vocabulary, self.max_length, lambda _: named)
         longest = min(len(request.prompt) + request.cfg.most, self.max_length)
-        if longest > (capacity := self.blocks.count * self.cfg.block):
-            actual = f"a text of {len(request.prompt)} tokens and {request.cfg.most} further ones"
-            raise ConfigError(f"{actual} does not fit into a cache of {capacity} tokens; set engine.cache to more, or most to less")
+        if longest > (capacity := self.blocks.count * self.cfg.block_size):
+            actual = f"a text of {len(request.prompt)} tokens and {request.cfg.most} further ones does not fit into a cache of"
+            raise ConfigError(f"{actual} {capacity} tokens; set engine.cache_tokens to more, or most to less")
         generator = torch.Generator().manual_seed(request.seed)
         request.uniforms = torch.rand(request.cfg.most, dtype=torch.float32, generator=generator).tolist()
         min(self.schedulers, key=lambda each: len(each.waiting) + len(each.running)).add(request)
@@ -253,8 +254,8 @@ class Engine:
         before, chunks = scheduler.preempted, scheduler.next_chunks()
         if before == 0 and scheduler.preempted:
             logger.warning(
-                "the KV cache of %d tokens is full: texts are preempted, and computed again later; set engine.cache to more, or "
-                "engine.texts to fewer", self.blocks.count * self.cfg.block,
+                "the KV cache of %d tokens is full: texts are preempted, and computed again later; set engine.cache_tokens to "
+                "more, or engine.max_num_seqs to fewer", self.blocks.count * self.cfg.block_size,
             )  # fmt: skip
         if self.draft is not None and chunks:
             self.draft.run(lambda: self._propose(chunks))
@@ -386,14 +387,15 @@ class Engine:
 
     def _count_blocks(self) -> int:
         """Return the number of blocks of the cache, the same on all ranks of the model."""
-        size, tokens = self.cfg.block, self.cfg.cache
+        size, tokens = self.cfg.block_size, self.cfg.cache_tokens
         if tokens is None:
             free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
             fitting = int(_MEMORY * free) // max(sum(each.token_bytes() for each in self._models), 1)
-            tokens = min(self.cfg.texts * -(-self.max_length // size) * size, fitting)
+            tokens = min(self.cfg.max_num_seqs * -(-self.max_length // size) * size, fitting)
             axes = {axis for part in self.model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)}
             for axis in sorted(axes | ({self.pipeline.axis} if self.pipeline else set()), key=lambda axis: axis.name):
                 tokens = int(all_reduce_min(torch.tensor(tokens), axis))
         if tokens < size:
-            raise ConfigError(f"a cache of {tokens} tokens is less than a block of {size} (engine.block); set engine.cache to more")
+            actual = f"a cache of {tokens} tokens is less than a block of {size} (engine.block_size)"
+            raise ConfigError(f"{actual}; set engine.cache_tokens to more")
         return tokens // size

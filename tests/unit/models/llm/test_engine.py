@@ -16,8 +16,9 @@ from tests.ranks.language_model import MODELS
 GREEDY = SamplingConfig(most=12)
 SAMPLED = SamplingConfig(most=12, temperature=1.2, top_k=12, top_p=0.95, min_p=0.01, repetition=1.1)
 SIZES = {
-    "one step": {"block": 40}, "chunks": {"texts": 5, "tokens": 7, "block": 4},
-    "preempted": {"texts": 20, "tokens": 16, "block": 4, "cache": 36}, "one token": {"tokens": 1, "block": 1},
+    "one step": {"block_size": 40}, "chunks": {"max_num_seqs": 5, "max_num_batched_tokens": 7, "block_size": 4},
+    "preempted": {"max_num_seqs": 20, "max_num_batched_tokens": 16, "block_size": 4, "cache_tokens": 36},
+    "one token": {"max_num_batched_tokens": 1, "block_size": 1},
 }  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def test_tokens_are_those_of_the_plain_loop(kind: str, name: str) -> None:
 def test_log_probabilities_are_those_of_the_model() -> None:
     model, cfg = model_of("gemma"), SamplingConfig(most=9, temperature=0.7, top_k=5)
     requests = [Request(prompt, cfg, n) for n, prompt in enumerate(prompts(5))]
-    for request in Engine(model, EngineConfig(tokens=6, block=4), draft=similar(model)).run(requests):
+    for request in Engine(model, EngineConfig(max_num_batched_tokens=6, block_size=4), draft=similar(model)).run(requests):
         with torch.no_grad():
             logits = model.eval()(torch.tensor([request.tokens[:-1]]))[0, len(request.prompt) - 1 :] / 0.7
         model.train()
@@ -101,7 +102,8 @@ def test_texts_of_a_step_have_their_own_sampling_and_processors() -> None:
 
 
 def test_texts_arrive_and_are_ended_at_any_time() -> None:
-    model, engine = model_of("llama"), Engine(model_of("llama"), EngineConfig(texts=2, block=2, tokens=5))
+    model, cfg = model_of("llama"), EngineConfig(max_num_seqs=2, block_size=2, max_num_batched_tokens=5)
+    engine = Engine(model, cfg)
     first, second = (engine.add(Request(prompt, GREEDY)) for prompt in ([1, 2, 3], [4, 5, 6, 7, 8, 9, 10]))
     for _ in range(3):
         engine.step()
@@ -116,7 +118,7 @@ def test_texts_arrive_and_are_ended_at_any_time() -> None:
 
 def test_changed_weights_share_no_earlier_keys() -> None:
     model = similar(model_of("llama"))
-    engine = Engine(model, EngineConfig(block=2))
+    engine = Engine(model, EngineConfig(block_size=2))
     outputs(engine, GREEDY)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -134,10 +136,12 @@ def test_what_cannot_be_continued_is_refused() -> None:
     for prompt, message in (([], "prompt 0 has no token"), ([25], "has token 25"), ([1] * 40, "has 40 tokens, the model 40")):
         with pytest.raises(DataError, match=message):
             Engine(model).add(Request(prompt, GREEDY))
-    with pytest.raises(ConfigError, match="3 tokens and 12 further ones does not fit into a cache of 8 tokens; set engine.cache"):
-        Engine(model, EngineConfig(block=4, cache=8)).add(Request([1, 2, 3], GREEDY))
+    with pytest.raises(DataError, match="prompt third has token 25"):
+        Engine(model).add(Request([25], GREEDY, name="third"))
+    with pytest.raises(ConfigError, match="3 tokens and 12 further ones does not fit into a cache of 8 tokens; set engine.cache_t"):
+        Engine(model, EngineConfig(block_size=4, cache_tokens=8)).add(Request([1, 2, 3], GREEDY))
     with pytest.raises(ConfigError, match="a cache of 8 tokens is less than a block of 16"):
-        Engine(model, EngineConfig(cache=8))
+        Engine(model, EngineConfig(cache_tokens=8))
     with pytest.raises(ConfigError, match="a draft model of 20 vocabulary entries, the model has 25"):
         Engine(model, draft=LLM(LLMConfig(**MODELS["llama"] | {"vocabulary": 20})))
 
@@ -167,7 +171,7 @@ def test_texts_of_unequal_lengths_take_less_than_half_of_the_steps_of_batches() 
     """Each batch of 8 takes as many steps as its longest text."""
     model, draw = model_of("one key"), random.Random(0)
     lengths = [min(38, round(draw.paretovariate(0.8))) for _ in range(64)]
-    engine, steps, empty, used = Engine(model, EngineConfig(texts=8, block=2)), 0, 0, 0
+    engine, steps, empty, used = Engine(model, EngineConfig(max_num_seqs=8, block_size=2)), 0, 0, 0
     for length in lengths:
         engine.add(Request([1], SamplingConfig(most=length)))
     while engine.unfinished:

@@ -15,9 +15,10 @@ from tests.ranks.language_model import MODELS
 from tests.unit.models.llm.test_engine import GREEDY, prompts, similar
 from tests.unit.models.llm.test_generation import FailingGraph
 
-CHUNKS = {"texts": 5, "tokens": 11, "block": 4}
+CHUNKS = {"max_num_seqs": 5, "max_num_batched_tokens": 11, "block_size": 4}
 CASES = [  # whether there is a draft model
-    ("llama", {}, False), ("llama", CHUNKS, False), ("llama", {"texts": 20, "tokens": 32, "block": 4, "cache": 36}, True),
+    ("llama", {}, False), ("llama", CHUNKS, False),
+    ("llama", {"max_num_seqs": 20, "max_num_batched_tokens": 32, "block_size": 4, "cache_tokens": 36}, True),
     ("gpt", CHUNKS, False), ("gemma", CHUNKS, True), ("gpt_oss", CHUNKS, False), ("deepseek", CHUNKS, True),
 ]  # fmt: skip
 
@@ -54,18 +55,18 @@ def test_captured_steps_sample_the_tokens_of_eager_ones(kind: str, sizes: dict[s
     model, cfg, keys = dense_model(kind), EngineConfig(**sizes), set[Any]()
     engine = Engine(model, cfg, draft=similar(model) if has_draft else None, graph=CountingGraph)
     assert sample(engine) == sample(Engine(model, cfg))
-    assert bool(engine.schedulers[0].preempted) == (cfg.cache is not None) and has_draft == (engine.accepted > 0)
+    assert bool(engine.schedulers[0].preempted) == (cfg.cache_tokens is not None) and has_draft == (engine.accepted > 0)
     for graphs in (each.graphs.captured for each in engine._models if each.graphs):
         assert sum(graph.replays for graph in graphs.values()) > len(graphs), "for other texts"  # type: ignore[attr-defined]
         keys |= {*graphs}
     rows, columns = ({key[n] for key in keys} for n in (0, 1))
-    assert len(rows) > 2 and rows <= {1, 2, 4, *range(8, cfg.texts * (1 + has_draft * cfg.ahead) + 8, 8)}
-    assert columns <= {4, 8, 16} and (len(columns) > 1) == (cfg.block == 4)
+    assert len(rows) > 2 and rows <= {1, 2, 4, *range(8, cfg.max_num_seqs * (1 + has_draft * cfg.num_speculative_tokens) + 8, 8)}
+    assert columns <= {4, 8, 16} and (len(columns) > 1) == (cfg.block_size == 4)
 
 
 def test_graphs_hold_for_new_weights_in_their_memory_alone() -> None:
     model = similar(dense_model("llama"))
-    engine = Engine(model, EngineConfig(texts=4, block=4), graph=CountingGraph)
+    engine = Engine(model, EngineConfig(max_num_seqs=4, block_size=4), graph=CountingGraph)
     for in_place in (True, False):
         before, graphs = sample(engine), engine.target.graphs
         assert graphs is not None and graphs.captured
