@@ -1,4 +1,4 @@
-"""JSON files that other programs wrote: bounded in size and depth, with errors of one line that name the file and its key."""
+"""JSON that other programs wrote: bounded in size and depth, with errors of one line that name the file and its key."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hpcai.errors import CheckpointError, ConfigError, HpcaiError
+from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 
 MAX_BYTES = 256 << 20
 
@@ -50,6 +50,21 @@ def parse_object(text: str | bytes, where: str, expected: str, error: type[Hpcai
     if not isinstance(value, dict):
         raise error(f"{where}: a JSON {type(value).__name__}; expected {expected}")
     return value
+
+
+def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield number and object of each line that is not blank. Raises DataError with the number of a line that is no JSON object."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            yield number, parse_object(line, f"{path}: line {number}", expected, DataError)
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a file in UTF-8. Raises DataError if it cannot be read."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cannot be read as text ({problem})") from problem
 
 
 def check_relative(name: str, where: object, error: type[HpcaiError] = CheckpointError) -> str:

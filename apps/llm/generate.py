@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import model_validator
 
-from apps.llm.prompting import TextConfig, load_model, read_json_lines, read_text, run_command
+from apps.llm.prompting import TextConfig, load_model, run_command
 from hpcai.errors import DataError
+from hpcai.json_file import read_json_lines, read_text
 from hpcai.models.llm import EngineConfig
 
 _ROUND = 8  # texts of a replica after which results are written

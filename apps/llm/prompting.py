@@ -1,8 +1,8 @@
-"""Trained models for generation and scoring on a mesh, and the JSON lines of their inputs."""
+"""Trained models for generation and scoring on a mesh."""
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -11,8 +11,6 @@ from pydantic import model_validator
 from apps.llm.settings import AxesConfig
 from hpcai import config
 from hpcai.config import Settings
-from hpcai.errors import DataError
-from hpcai.json_file import parse_object
 from hpcai.models.llm import SamplingConfig
 
 
@@ -94,18 +92,3 @@ def load_model(cfg: PromptingConfig, mesh: Any) -> tuple[Any, Any]:
     if cfg.tokenizer is not None:
         model.tokenizer = Tokenizer.load(cfg.tokenizer)
     return model.eval(), pipeline
-
-
-def read_json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and object of each line that is not blank. Raises DataError with the number of a line that is no JSON object."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
-        if line.strip():
-            yield number, parse_object(line, f"{path}: line {number}", expected, DataError)
-
-
-def read_text(path: Path) -> str:
-    """Return the content of a file in UTF-8. Raises DataError if it cannot be read."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path}: cannot be read as text ({problem})") from problem

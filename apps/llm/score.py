@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
-from apps.llm.prompting import PromptingConfig, load_model, read_json_lines, run_command
+from apps.llm.prompting import PromptingConfig, load_model, run_command
 from hpcai.config import PositiveInt
 from hpcai.errors import ConfigError, DataError
+from hpcai.json_file import read_json_lines
 from hpcai.programs import command_of
 
 EXPECTED = '{"context": "The sky is", "choices": [" blue", " green"], "answer": 0}'

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hpcai import __version__
 from hpcai.config import Settings
+from hpcai.dist.background import submit
 from hpcai.dist.collectives import all_reduce_, broadcast_from_first, broadcast_object, gather_distinct, gather_to_first
 from hpcai.dist.host import gc_disabled
 from hpcai.dist.mesh import Axis, Mesh
@@ -34,7 +35,6 @@ from hpcai.parallel.sharding import FlatShard, replica_axes, shard_spec
 from hpcai.schema import Schema
 from hpcai.settings import CheckpointConfig
 from hpcai.train import checkpoint_reader, shard_file
-from hpcai.train.background import submit
 from hpcai.train.checkpoint_reader import FORMAT, INDEX, MANIFEST, RUN, CheckpointReader, DamagedError, Progress, RunFile
 from hpcai.train.shard_file import Box
 from hpcai.train.step import Step

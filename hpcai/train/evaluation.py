@@ -14,12 +14,12 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
+from hpcai.dist.background import submit
 from hpcai.dist.collectives import all_reduce_min, broadcast_object, gather_distinct, gather_rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.dist.watchdog import HEARTBEAT, waiting_at
 from hpcai.errors import ConfigError, DataError
 from hpcai.settings import AXES
-from hpcai.train.background import submit
 from hpcai.train.flight_recorder import pause_watchdog
 from hpcai.train.metrics import MetricSums, Total, Value
 from hpcai.train.step import SingleStage, Step, samples_in

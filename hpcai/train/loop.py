@@ -420,7 +420,8 @@ class _Training:
             return
         self._wait_for_save(final)
         if self._saved != self.progress.step:
-            self.progress.late = self.data.deferred() if self.progress.sample else []
+            late = self.data.deferred()
+            self.progress.late = late if self.progress.sample else []
             with self.clock.during("save"), defer_interrupts():
                 self.checkpoints.async_save(self.step, self.progress)
             self._saved = self.progress.step

@@ -33,6 +33,7 @@ class RolloutBatch(NamedTuple):
     engine_log_probs: Tensor | None = None  # [B, T] by which the generation engine sampled
     returns: Tensor | None = None  # [B, T] for a critic
     old_values: Tensor | None = None  # [B, T] before the update, by ``token_values``
+    rewards: Tensor | None = None  # [B] of rows with one sequence, for metrics
 
 
 class PreferenceBatch(NamedTuple):
@@ -91,6 +92,7 @@ def policy_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) ->
     this clip; ``kl_k1`` and ``kl_k3``, two estimates of the divergence from the old policy (Schulman, "Approximating KL
     divergence", 2020); ``reference_kl_k1`` and ``reference_kl_k3``, from the reference; ``entropy``, estimated by the sampled
     tokens; ``capped``, whether the importance weight is above its cap. Sequences without a token of ``loss_mask`` do not count.
+    Means over rows, if the batch has rewards: ``reward`` and ``length``, in tokens.
     Raises ConfigError for settings that need what the batch or the model does not have.
     """
     _check_experts(model, cfg.normalization == "token")
@@ -119,7 +121,23 @@ def policy_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) ->
         losses = losses + cfg.beta * metrics["reference_kl_k3"] if cfg.beta else losses
     divisor: Any = {"token": 1, "sequence": lengths.clamp(min=1), "constant": cfg.length}[cfg.normalization]
     count = mask.sum().to(current.dtype) if cfg.normalization == "token" else sequences
-    return {"loss": ((losses / divisor).where(mask, 0).sum(), count), **_means(metrics, mask), **router_metrics(model)}
+    means = _means(metrics, mask)
+    if batch.rewards is not None:
+        rows = torch.full_like(count, len(mask))
+        means |= {"reward": (batch.rewards.sum(), rows), "length": (mask.sum().to(count.dtype), rows)}
+    return {"loss": ((losses / divisor).where(mask, 0).sum(), count), **means, **router_metrics(model)}
+
+
+def actor_critic_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) -> Metrics:
+    """Return ``policy_loss`` plus ``cfg.value_coefficient`` times ``value_loss`` of an ``ActorCritic``, the metric ``value_loss``.
+    Raises ConfigError unless the objective is a mean over tokens, as that of the critic is."""
+    if cfg.normalization != "token":
+        raise ConfigError(f"policy.normalization is {cfg.normalization}, but a critic has a mean over tokens; set it to token")
+    policy, value = policy_loss(model.policy, batch, cfg), value_loss(model.critic, batch, cfg)
+    error, count = value.pop("loss")
+    total = policy["loss"][0] + cfg.value_coefficient * error
+    values = {name if name.startswith("value") else f"value_{name}": each for name, each in value.items()}
+    return policy | values | {"loss": (total, count), "value_loss": (error.detach(), count)}
 
 
 def value_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) -> Metrics:

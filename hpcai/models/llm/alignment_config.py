@@ -1,10 +1,12 @@
 """Settings of the alignment of language models, by reinforcement learning and by preferences. This module does not import torch."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hpcai.config import NonNegativeFloat, PositiveFloat, PositiveInt, Rate, Settings
+from hpcai.models.llm.config import EngineConfig, SamplingConfig
 
 
 class PolicyConfig(Settings):
@@ -31,6 +33,8 @@ class PolicyConfig(Settings):
     """temperature of sampling, by which logits are divided"""
     value_clip: PositiveFloat | None = 0.2
     """critic: values are clipped to this distance from the old ones, and the larger error counts; null: no clipping"""
+    value_coefficient: PositiveFloat = 0.1
+    """ppo: coefficient of the critic's loss"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -68,3 +72,67 @@ class KLConfig(Settings):
     """divergence of a sequence, in nats, which an adaptive coefficient keeps; null: fixed coefficient"""
     horizon: PositiveInt = 10_000
     """sequences in which the coefficient adapts"""
+
+
+class RewardConfig(Settings):
+    """The reward of an answer: by one of a function, a program and a model."""
+
+    function: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")] | None = None
+    """``module:name`` of a Python function with trl's arguments: function(prompts=[...], completions=[...], **columns of the
+    prompts) -> one number for each"""
+    program: tuple[str, ...] = ()
+    """command that reads a JSON object with prompt, completion and the columns, and writes a number; it is run for each answer"""
+    model: Path | None = None
+    """folder or file of a reward model with the tokens of the policy"""
+    seconds: PositiveFloat = 60.0
+    """time limit of a call of the function, or of the program"""
+    workers: PositiveInt = 4
+    """programs that run at the same time, on each model replica"""
+    on_failure: Literal["stop", "zero"] = "stop"
+    """stop: a reward that is not finite, an exception or the time limit ends the run; zero: the reward is 0, logged and counted"""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(map(bool, (self.function, self.program, self.model))) > 1:
+            raise ValueError("more than one of function, program and model is given; give one")
+        return self
+
+
+class RolloutConfig(Settings):
+    """Iterations of generation and update. An iteration samples answers of prompts, and updates the policy with them."""
+
+    prompts: PositiveInt = 32
+    """prompts of an iteration, over all replicas"""
+    answers: PositiveInt = 8
+    """sampled answers of each prompt"""
+    updates: PositiveInt = 1
+    """optimizer steps in which an iteration's answers are used once, each with a part of its prompts"""
+    passes: PositiveInt = 1
+    """number of times that the answers are used"""
+    staleness: Literal[0, 1] = 0
+    """1: answers are sampled during the updates of the iteration before, by a copy of the weights at its start"""
+    scale: Literal["group", "batch", "none"] = "group"
+    """grpo: divide by the standard deviation of the rewards of a prompt, of the iteration, or not (Dr. GRPO)"""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """ppo: discount of rewards"""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """ppo: lambda of generalized advantage estimation"""
+    kl: KLConfig = KLConfig()
+    """ppo: divergence from the reference in rewards"""
+    sampling: SamplingConfig = SamplingConfig(temperature=1.0)
+    validation: SamplingConfig = SamplingConfig()
+    """of the answers that are evaluated"""
+    engine: Literal["hpcai", "vllm"] = "hpcai"
+    """vllm: generate with vLLM, an extra"""
+    sizes: EngineConfig = EngineConfig()
+    """of the engine; `cache_tokens` null: those of `max_num_seqs` answers of the longest prompt"""
+    pad_to: PositiveInt = 8
+    """lengths of batches, in tokens, are rounded up to a multiple of this"""
+    samples: PositiveInt = 2
+    """answers of each iteration in the reports, to be read"""
+
+    @model_validator(mode="after")
+    def _samples(self) -> Self:
+        if not self.sampling.temperature:
+            raise ValueError("sampling.temperature is 0, with which all answers of a prompt are equal; set it to more, such as 1")
+        return self

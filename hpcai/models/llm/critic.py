@@ -1,5 +1,6 @@
 """A decoder with one value of each token: the critic of PPO, or a reward model.   B rows, T tokens, C channels"""
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Self, cast
@@ -52,3 +53,20 @@ class Critic(LLM):
 
     def output_files(self, export: Any) -> dict[str, Any]:
         return PretrainedMixin.output_files(self, export)
+
+
+class ActorCritic(PretrainedMixin):
+    """A policy and its critic, which are trained in one step (PPO), with ``kl_beta``, the coefficient of the divergence from the
+    reference in rewards: checkpoints have it. The files of a run are those of the policy."""
+
+    def __init__(self, policy: LLM, critic: Critic, kl_beta: float) -> None:
+        super().__init__()
+        self.policy, self.critic, self.cfg, self.package = policy, critic, policy.cfg, policy.package
+        self.kl_beta: torch.Tensor
+        self.register_buffer("kl_beta", torch.full((), kl_beta, dtype=torch.float64))
+
+    def output_files(self, export: Any) -> dict[str, Any]:
+        def names(name: str) -> str | None:
+            return name.removeprefix("policy.") if name.startswith("policy.") else None
+
+        return self.policy.output_files(partial(export, names=names))

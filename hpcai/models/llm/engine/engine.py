@@ -10,7 +10,7 @@ T tokens of a step, N of which logits are needed, V vocabulary entries
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 from hpcai.data.readers import available_memory
 from hpcai.dist.collectives import all_reduce_min
 from hpcai.dist.mesh import Axis
+from hpcai.dist.watchdog import HEARTBEAT
 from hpcai.errors import ConfigError
 from hpcai.models.llm.config import EngineConfig, SamplingConfig
 from hpcai.models.llm.engine.attention import FEW, Layout, PagedAttention, Span, device_tensor
@@ -221,6 +222,10 @@ class Engine:
         for each in self._models:
             each.refresh()
 
+    def update(self, model: LLM) -> None:
+        """Take account of the present weights of ``model``, that of the engine."""
+        self.reset()
+
     def add(self, request: Request) -> Request:
         """Add a text. Raises DataError as ``check_prompts``, ConfigError for one that the cache cannot hold."""
         named = f"prompt {0 if request.name is None else request.name}"
@@ -246,6 +251,16 @@ class Engine:
             self.add(request)
         while self.unfinished:
             yield from (request for request in self.step() if request.ended)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], cfg: SamplingConfig, seeds: Sequence[int], stop: Collection[int] = ()
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return the tokens after each prompt, with a token of ``stop`` at the end, and their log-probabilities."""
+        requests = [self.add(Request(prompt, cfg, seed, stop, name=n)) for n, (prompt, seed) in enumerate(zip(prompts, seeds))]
+        while self.unfinished:
+            self.step()
+            HEARTBEAT.beats += 1
+        return [(request.output, request.log_probs) for request in requests]
 
     def step(self) -> list[Request]:
         """Compute the next step, and return the requests that have new tokens."""

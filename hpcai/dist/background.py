@@ -1,4 +1,4 @@
-"""Background threads for saving and evaluation during training."""
+"""Background threads for saving, evaluation and rollouts during training."""
 
 import threading
 from collections.abc import Callable

@@ -1,0 +1,1 @@
+"""Alignment of language models by reinforcement learning and by preferences."""

@@ -1,0 +1,27 @@
+"""Align a language model:  python -m apps.align apps/align/configs/arithmetic.yaml [method=rloo step.lr=1e-6 ...]"""
+
+
+from apps.align.settings import Config
+from hpcai import config
+
+
+def main(cfg: Config) -> None:
+    from apps.align.build import build_data, build_step, complete_settings
+    from apps.align.texts import save_answers, save_tokenizer
+    from hpcai import dist, train
+
+    cfg = complete_settings(cfg)
+    with dist.start(cfg.mesh) as mesh, train.Run("align", cfg, mesh) as run:
+        step = build_step(cfg, mesh)
+        data, validation, metric, held_out = build_data(cfg, step, run)
+        result = train.fit(step, data, cfg.train, validation=validation, evaluate=metric, run=run)
+        if result.reason != "signal":
+            save_tokenizer(run, cfg, step)
+        run.finish(step, result)
+        if result.reason != "signal" and held_out is not None:
+            save_answers(run, cfg, held_out)
+    raise SystemExit(result.exit_code)
+
+
+if __name__ == "__main__":
+    config.run(Config, main)

@@ -1,0 +1,41 @@
+"""The outputs of a run beside its weights: its tokenizer, and the answers of its report."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apps.align.settings import Config
+from hpcai import log, train
+from hpcai.models.llm import Rollouts
+from hpcai.models.llm.tokenizer import CONFIG, CONTENT, TEMPLATE
+
+SECONDS = "generate_seconds", "score_seconds", "train_seconds"
+
+
+def save_tokenizer(run: train.Run, cfg: Config, step: train.Step) -> None:
+    """Copy the tokenizer into the folder of the run, which can then be loaded as a model."""
+    source = cfg.start.tokenizer or cfg.start.weights
+    folder = source if source.is_dir() else source.parent
+    for name in (CONTENT, CONFIG, TEMPLATE):
+        if (file := folder / name).is_file():
+            run.write_file(name, lambda path, file=file: shutil.copyfile(file, path))
+
+
+def save_answers(run: train.Run, cfg: Config, rollouts: Rollouts) -> None:
+    """Write ``answers.npz``: fractions of solved held-out prompts by step, rewards and seconds by iteration, and answers."""
+    texts = [[prompt, answer, f"{reward:g}"] for prompt, answer, reward in rollouts.last_answers[: cfg.pictures]]
+    if run.directory is not None and run.mesh.is_first:
+        events = log.read_metrics(run.directory / log.METRICS)
+        run.write_file("answers.npz", lambda path: write_answers(path, events, texts))
+
+
+def write_answers(path: Path, events: list[dict[str, Any]], texts: list[list[str]]) -> None:
+    evaluated = [(event["step"], event["solved"]) for event in events if event["kind"] == "evaluate" and "solved" in event]
+    sampled = [event for event in events if event["kind"] == "rollout"]
+    np.savez_compressed(
+        path, evaluated=np.array(evaluated, float).reshape(-1, 2), texts=np.array(texts, str).reshape(-1, 3),
+        rewards=np.array([(event["step"], event["reward"]) for event in sampled], float).reshape(-1, 2),
+        seconds=np.array([[event[name] for name in SECONDS] for event in sampled], float).reshape(-1, 3),
+    )  # fmt: skip
