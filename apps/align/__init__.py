@@ -1,0 +1,1 @@
+"""Align language models by reinforcement learning and by preferences."""
