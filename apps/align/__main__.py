@@ -1,6 +1,8 @@
 """Align a language model:  python -m apps.align apps/align/configs/arithmetic.yaml [method=rloo step.lr=1e-6 ...]"""
 
 
+import time
+
 from apps.align.settings import Config
 from hpcai import config
 
@@ -14,6 +16,9 @@ def main(cfg: Config) -> None:
     with dist.start(cfg.mesh) as mesh, train.Run("align", cfg, mesh) as run:
         step = build_step(cfg, mesh)
         data, validation, metric, held_out = build_data(cfg, step, run)
+        if metric is not None and not (run.checkpoints and dist.broadcast_object(run.checkpoints.paths(), mesh.peers)):
+            began, values = time.perf_counter(), train.evaluate(step, metric, validation)  # before training
+            run.reports.emit("evaluate", step=0, epoch=0.0, samples=0, **values, seconds=time.perf_counter() - began)
         result = train.fit(step, data, cfg.train, validation=validation, evaluate=metric, run=run)
         if result.reason != "signal":
             save_tokenizer(run, cfg, step)

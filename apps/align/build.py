@@ -15,6 +15,7 @@ from hpcai.models.llm import (
     LLM,
     ActorCritic,
     Critic,
+    LLMConfig,
     Network,
     PreferenceConfig,
     Preferences,
@@ -41,7 +42,8 @@ from hpcai.train.checkpoint_reader import step_number
 def complete_settings(cfg: Config) -> Config:
     """Return ``cfg`` with the model of ``start.weights``. Raises ConfigError for a setting that differs from it."""
     loaded = read_settings(cfg.start.weights)
-    changes = {name: getattr(cfg.model, name) for name in cfg.model.model_fields_set}
+    fields = LLMConfig.model_fields.items()
+    changes = {name: value for name, field in fields if (value := getattr(cfg.model, name)) != field.get_default()}
     for name, value in changes.items():
         if name not in TRAINING_SETTINGS and value != getattr(loaded, name):
             text = f"model.{name} is {value}, in {cfg.start.weights} it is {getattr(loaded, name)}; leave it out"

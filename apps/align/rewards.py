@@ -46,8 +46,8 @@ def motif_pattern(motif: str) -> re.Pattern[str]:
         if (match := _ELEMENT.fullmatch(element)) is None:
             raise DataError(f"motif {motif!r}: element {element!r}, expected a residue, x, [ST] or {{P}}, or one with (2) or (2,4)")
         any_residue, residue, some, others, low, high = match.groups()
-        one = "." if any_residue else residue or (f"[{some}]" if some else f"[^{others}]")
-        parts.append(one + (f"{{{low},{high or low}}}" if low else ""))
+        position = "." if any_residue else residue or (f"[{some}]" if some else f"[^{others}]")
+        parts.append(position + (f"{{{low},{high or low}}}" if low else ""))
     return re.compile("".join(parts))
 
 

@@ -35,21 +35,29 @@ class ModelCall:
         return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((self.args[1:], self.kwargs)))
 
 
+class NoCallError(ConfigError):
+    """A function does not call its model. ``result``: What it returned."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__("a loss or metric never calls the model; pipeline stages need one call")
+        self.result = result
+
+
 def capture_call(function: Callable[..., Any], model: nn.Module, batch: Any, context: ContextFactory) -> ModelCall:
-    """Return the model call of ``function(model, batch)``, run under ``context()``. Raises ConfigError if there is none."""
+    """Return the model call of ``function(model, batch)``, run under ``context()``. Raises NoCallError if there is none."""
 
     def capture(*args: Any, **kwargs: Any) -> Any:
         raise _CallCaptured(ModelCall(args, kwargs))
 
     try:
         with context():
-            function(_ModelProxy(model, capture), batch)
+            result = function(_ModelProxy(model, capture), batch)
     except _CallCaptured as captured:
         (call,) = captured.args
         if not call.args:
             raise ConfigError("a loss or metric calls the model without a positional argument; pipeline stages need one") from None
         return call
-    raise ConfigError("a loss or metric never calls the model; pipeline stages need one call")
+    raise NoCallError(result)
 
 
 def resume_after(function: Callable[..., Any], model: nn.Module, batch: Any, context: ContextFactory, output: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hpcai.dist.collectives import broadcast_object
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
-from hpcai.parallel.model_call import ContextFactory, ModelCall, capture_call, resume_after
+from hpcai.parallel.model_call import ContextFactory, ModelCall, NoCallError, capture_call, resume_after
 from hpcai.parallel.pipeline_stages import Stages
 
 Schedule = Literal["gpipe", "1f1b", "zero-bubble", "zero-bubble-v"]
@@ -163,8 +163,11 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, function: Callable[[Any, Any], Any], batch: Any, context: ContextFactory) -> Any:
         """Return ``function(model, batch)`` without gradients on the last stage, and None on others, which do not wait for it.
-        ``function`` must be pure and call its model once."""
-        call = capture_call(function, self.model, batch, context)
+        ``function`` must be pure and call its model once; the result of one that does not call it is returned on all stages."""
+        try:
+            call = capture_call(function, self.model, batch, context)
+        except NoCallError as finished:
+            return finished.result
         output = self._forward_stages(call, context, self._output_specs.setdefault(call.shapes, []))
         if self.is_last:
             return resume_after(function, self.model, batch, context, output)

@@ -133,7 +133,7 @@ def actor_critic_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLI
     Raises ConfigError unless the objective is a mean over tokens, as that of the critic is."""
     if cfg.normalization != "token":
         raise ConfigError(f"policy.normalization is {cfg.normalization}, but a critic has a mean over tokens; set it to token")
-    policy, value = policy_loss(model.policy, batch, cfg), value_loss(model.critic, batch, cfg)
+    policy, value = policy_loss(model.part("policy"), batch, cfg), value_loss(model.part("critic"), batch, cfg)
     error, count = value.pop("loss")
     total = policy["loss"][0] + cfg.value_coefficient * error
     values = {name if name.startswith("value") else f"value_{name}": each for name, each in value.items()}

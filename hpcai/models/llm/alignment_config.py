@@ -109,6 +109,8 @@ class RolloutConfig(Settings):
     """optimizer steps in which an iteration's answers are used once, each with a part of its prompts"""
     passes: PositiveInt = 1
     """number of times that the answers are used"""
+    epoch: PositiveInt | None = None
+    """prompts between two evaluations; null: all"""
     staleness: Literal[0, 1] = 0
     """1: answers are sampled during the updates of the iteration before, by a copy of the weights at its start"""
     scale: Literal["group", "batch", "none"] = "group"

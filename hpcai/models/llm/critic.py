@@ -55,6 +55,19 @@ class Critic(LLM):
         return PretrainedMixin.output_files(self, export)
 
 
+class Part:
+    """The policy or the critic of an ``ActorCritic``. All attributes are its own."""
+
+    def __init__(self, whole: nn.Module, name: str) -> None:
+        self.whole, self.name = whole, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.whole(self.name, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self.whole, self.name), name)
+
+
 class ActorCritic(PretrainedMixin):
     """A policy and its critic, which are trained in one step (PPO), with ``kl_beta``, the coefficient of the divergence from the
     reference in rewards: checkpoints have it. The files of a run are those of the policy."""
@@ -64,6 +77,13 @@ class ActorCritic(PretrainedMixin):
         self.policy, self.critic, self.cfg, self.package = policy, critic, policy.cfg, policy.package
         self.kl_beta: torch.Tensor
         self.register_buffer("kl_beta", torch.full((), kl_beta, dtype=torch.float64))
+
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    def part(self, name: str) -> "Part":
+        """Return the policy or the critic, to be called through this module: hooks of a sharded one gather weights of both."""
+        return Part(self, name)
 
     def output_files(self, export: Any) -> dict[str, Any]:
         def names(name: str) -> str | None:

@@ -57,6 +57,9 @@ class Rewards:
         reward."""
         outcome = self._call_in_time(prompts, answers, columns)
         if not isinstance(outcome, str):
+            if len(outcome) != len(prompts):
+                text = f"reward by {self.name}: returned {len(outcome)} rewards of {len(prompts)} answers"
+                raise DataError(f"{text}; return one for each")
             return outcome
         if len(prompts) == 1:
             return [outcome]
@@ -77,9 +80,7 @@ class Rewards:
             try:
                 assert self._function is not None
                 values = self._function(prompts=[*prompts], completions=[*answers], **{k: [*v] for k, v in columns.items()})
-                values = [math.nan if value is None else float(value) for value in values]
-                count = f"it returned {len(values)} rewards of {len(prompts)} answers"
-                outcome.append(values if len(values) == len(prompts) else count)
+                outcome.append([math.nan if value is None else float(value) for value in values])
             except Exception as error:
                 outcome.append(f"{type(error).__name__}: {error}")
 
@@ -107,7 +108,7 @@ class Rewards:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
         if process.returncode:
-            return f"exit code {process.returncode}: {_shorten(errors.strip())}"
+            return f"exit code {process.returncode}: {_shorten(errors.strip().rpartition(chr(10))[2])}"
         try:
             return float(output)
         except ValueError:

@@ -62,7 +62,7 @@ class Network(NamedTuple):
 
 
 class Source:
-    """What a data source of alignment needs: the networks' outputs for its rows.
+    """A data source of alignment: the order of its items, and outputs of networks for its rows.
 
     ``rows``: The number of rows of an optimizer step, over all replicas. ``pad_to``: Lengths are rounded up to a multiple of it."""
 
@@ -142,7 +142,7 @@ class Rollouts(Source):
         self._check()
         self.batch_size = self.rows
         self.steps = cfg.updates * cfg.passes  # of an iteration
-        self.iterations = len(prompts) // cfg.prompts  # of an epoch
+        self.iterations = min(cfg.epoch or len(prompts), len(prompts)) // cfg.prompts  # of an epoch
         self.samples, self.dataset_size = self.iterations * self.steps * self.batch_size, len(prompts)
         digest = sha256(repr([(prompt.tokens, sorted(prompt.columns.items())) for prompt in prompts]).encode())
         self.identity = f"prompts {digest.hexdigest()[:16]}"
@@ -150,7 +150,7 @@ class Rollouts(Source):
         self._copied = self._has_begun = False
         self._pending: dict[int, Future[dict[str, Tensor]]] = {}
         self._answers: dict[int, tuple[str, str, float]] = {}
-        self._news, self._failures, self._kl, self._train_seconds = list[str](), 0, (0.0, 0), 0.0
+        self._uniform, self._failures, self._kl, self._train_seconds = [0, 0], 0, (0.0, 0), 0.0
 
     def _check(self) -> None:
         cfg, ranks = self.cfg, self.replicas.size
@@ -182,7 +182,7 @@ class Rollouts(Source):
         done, begin = divmod(first // self.batch_size, self.steps)
         for index in range(done, self.iterations):
             iteration = epoch * self.iterations + index
-            rows = self._take(iteration, begin > 0, ahead=more or index + 1 < self.iterations)
+            rows = self._take(iteration, begin > 0)
             batch = self._with_advantages(rows, iteration, resumed=begin > 0)
             began = time.perf_counter()
             for number in range(begin, self.steps):
@@ -211,7 +211,9 @@ class Rollouts(Source):
         return []
 
     def news(self) -> list[str]:
-        news, self._news = self._news, []
+        (uniform, prompts), self._uniform, news = self._uniform, [0, 0], list[str]()
+        if uniform:
+            news.append(f"{uniform} of {prompts} prompts had answers with equal rewards, which have no gradient")
         if isinstance(count := getattr(self.reward, "failures", 0), int) and count > self._failures:
             news.append(f"{count - self._failures} rewards failed and are 0; the last: {self.reward.last_failure}")
             self._failures = count
@@ -252,8 +254,8 @@ class Rollouts(Source):
 
     def _order(self, iteration: int) -> list[int]:
         """Return the indices of the prompts of an iteration, over all replicas."""
-        epoch, index = divmod(iteration, self.iterations)
-        return self.order(epoch, len(self.prompts))[index * self.cfg.prompts : (index + 1) * self.cfg.prompts]
+        of_all, size = divmod(iteration, len(self.prompts) // self.cfg.prompts), self.cfg.prompts
+        return self.order(of_all[0], len(self.prompts))[of_all[1] * size : (of_all[1] + 1) * size]
 
     def _places(self, update: int | None = None) -> list[int]:
         """Return the places, in the order of an iteration, of the prompts of this replica, in one update or in all."""
@@ -262,7 +264,7 @@ class Rollouts(Source):
         updates = range(self.cfg.updates) if update is None else [update]
         return [u * each + self.replicas.rank * mine + n for u in updates for n in range(mine)]
 
-    def _take(self, iteration: int, resumed: bool, ahead: bool) -> dict[str, Tensor]:
+    def _take(self, iteration: int, resumed: bool) -> dict[str, Tensor]:
         """Return the answers of an iteration, and with staleness begin to sample those of the next one."""
         stale, following = self.cfg.staleness == 1, iteration + 1
         was_stale, self._has_begun = stale and not self._has_begun and iteration > 0, True
@@ -274,7 +276,7 @@ class Rollouts(Source):
         else:
             self._copy_weights()
             rows = self._sample(iteration)
-        if stale and ahead:
+        if stale:  # also after the last iteration, since a longer run may resume
             if (saved := self._load(following, False) if resumed else None) is not None:
                 self._pending[following] = Future()
                 self._pending[following].set_result(saved)
@@ -421,9 +423,7 @@ class Rollouts(Source):
             "rollout", step=iteration * self.steps, iteration=iteration, answers=round(answers), uniform_groups=uniform,
             **numbers, **seconds, samples=samples,
         )  # fmt: skip
-        if uniform:
-            text = f"the answers of {uniform} of {self.cfg.prompts} prompts have equal rewards, and no gradient"
-            self._news.append(f"iteration {iteration}: {text}")
+        self._uniform = [self._uniform[0] + uniform, self._uniform[1] + self.cfg.prompts]
 
     def _adapt_kl(self) -> None:
         if self.method == "ppo":
