@@ -84,9 +84,6 @@ class Config(RunConfig):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        reward = self.reward
-        if self.method in ROLLOUT_METHODS and not (reward.function or reward.program or reward.model):
-            raise ValueError(f"method is {self.method}, but reward is empty; set reward.function, program or model")
         if self.mesh.evaluate or self.train.evaluate == "background":
             raise ValueError("answers are evaluated by the training ranks; set mesh.evaluate to 0 and train.evaluate to wait")
         if self.method == "ppo" and (self.mesh.pipeline > 1 or self.lora is not None):

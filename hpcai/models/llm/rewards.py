@@ -30,7 +30,7 @@ class Rewards:
         self.name = cfg.function or " ".join(cfg.program) or getattr(function, "__name__", "the function")
         self._function = _import_function(cfg.function) if cfg.function else function
         if self._function is None and not cfg.program:
-            raise ConfigError("the reward has neither function nor program; name one")
+            raise ConfigError("reward has neither function nor program nor model; set one of them")
 
     def __call__(self, prompts: Sequence[str], answers: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> list[float]:
         if self.cfg.program:
