@@ -55,14 +55,14 @@ def test_every_yaml_loads() -> None:
         assert config.load(ALIGN.settings, path) != ALIGN.settings()
 
 
-def test_a_run_leaves_a_model_and_a_report(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_leaves_a_model_and_a_report(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theme, "DPI", 30)
-    run = ALIGN.cached_run(data, *overrides(data))
+    assert ALIGN.run(data, run := tmp_path / "run", *overrides(data, "train.steps=20")) == 0
     events = log.read_metrics(run / "metrics.jsonl")
     rollouts = [event for event in events if event["kind"] == "rollout"]
-    assert [event["step"] for event in rollouts] == [0, 2, 4, 6, 8] and rollouts[0]["answers"] == 16
+    assert [event["step"] for event in rollouts] == [*range(0, 20, 2)] and rollouts[0]["answers"] == 16
     rewards = metric_by_step(run, "evaluate", "reward")
-    assert [*rewards] == [0, 4, 8, 10] and rewards[10] > rewards[0] + 0.2
+    assert [*rewards] == [*range(0, 21, 4)] and rewards[20] > rewards[0] + 0.2
     train = next(event for event in events if event["kind"] == "train")
     assert {"loss", "reward", "length", "entropy", "kl_k3", "clipped_high"} <= {*train}
     assert run.joinpath("answers.npz").is_file() and len(picture.read(run / "answers.npz").texts) == 6
