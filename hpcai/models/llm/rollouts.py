@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -130,11 +131,10 @@ class Rollouts(Source):
         self, step: Any, prompts: Sequence[Prompt], reward: Any, cfg: RolloutConfig, tokenizer: Tokenizer, *, method: str = "grpo",
         stop: Sequence[int] = (), seed: int = 0, generator: Network | None = None, reference: Network | None = None,
         directory: Path | None = None, oldest: Callable[[], int] = lambda: 0, emit: Callable[..., None] = lambda *_, **fields: None,
-        graph: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(step, cfg.prompts * cfg.answers // cfg.updates, cfg.pad_to, seed)
         self.prompts, self.reward, self.cfg, self.tokenizer = prompts, reward, cfg, tokenizer
-        self.method, self.stop, self.graph = method, [*stop], graph
+        self.method, self.stop = method, [*stop]
         self.network = Network(step.model, step.pipeline) if generator is None else generator
         self.has_copy, self.reference, self.emit, self.oldest = generator is not None, reference, emit, oldest
         self.directory = None if directory is None else directory / "rollouts"
@@ -147,6 +147,7 @@ class Rollouts(Source):
         digest = sha256(repr([(prompt.tokens, sorted(prompt.columns.items())) for prompt in prompts]).encode())
         self.identity = f"prompts {digest.hexdigest()[:16]}"
         self._engine: Any = None
+        self._stream = torch.cuda.Stream() if cfg.staleness and step.mesh.device.type == "cuda" else None
         self._copied = self._has_begun = False
         self._pending: dict[int, Future[dict[str, Tensor]]] = {}
         self._answers: dict[int, tuple[str, str, float]] = {}
@@ -282,8 +283,16 @@ class Rollouts(Source):
                 self._pending[following].set_result(saved)
             else:
                 self._copy_weights()
-                self._pending[following] = submit(lambda: self._sample(following), "rollouts")
+                ready = torch.cuda.current_stream().record_event() if self._stream else None
+                self._pending[following] = submit(partial(self._sample_aside, following, ready), "rollouts")
         return rows
+
+    def _sample_aside(self, iteration: int, ready: Any) -> dict[str, Tensor]:
+        """Sample in a thread, on a GPU by a stream of its own, after the event ``ready``."""
+        with torch.cuda.stream(self._stream):  # a no-op if None
+            if self._stream is not None:
+                self._stream.wait_event(ready)
+            return self._sample(iteration)
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
@@ -358,7 +367,8 @@ class Rollouts(Source):
             from hpcai.models.llm.engine.vllm import VLLMEngine
 
             return VLLMEngine(model, sizes)
-        return Engine(model, sizes, vocab_size=self.tokenizer.size, pipeline=self.network.pipeline, graph=self.graph)
+        kwargs: dict[str, Any] = {"pipeline": self.network.pipeline, "capture": not cfg.staleness}  # a thread captures no graph
+        return Engine(model, sizes, vocab_size=self.tokenizer.size, **kwargs)
 
     def _shrink(self, error: Exception) -> None:
         """Halve the number of texts of the engine, which is out of memory."""
@@ -469,12 +479,15 @@ class Rollouts(Source):
             if required:
                 raise DataError(f"{self._path(iteration)}: is missing, and the run resumes between its steps; put it back")
             return None
-        fields = load_file(self._path(iteration))
+        try:
+            fields = load_file(self._path(iteration))
+        except (OSError, SafetensorError) as problem:
+            raise DataError(f"{self._path(iteration)}: cannot be read ({problem}); resume from another checkpoint") from problem
         rows = {place: row for row, place in enumerate(fields["place"].tolist())}
         wanted = [place * self.cfg.answers + n for place in self._places() for n in range(self.cfg.answers)]
         if len(rows) != self.cfg.prompts * self.cfg.answers:
-            problem = f"{self._path(iteration)}: has {len(rows)} answers, expected rollout.prompts times rollout.answers"
-            raise DataError(f"{problem}, {self.cfg.prompts * self.cfg.answers}; resume with the same")
+            text = f"{self._path(iteration)}: has {len(rows)} answers, expected rollout.prompts times rollout.answers"
+            raise DataError(f"{text}, {self.cfg.prompts * self.cfg.answers}; resume with the same")
         return {name: value[[rows[place] for place in wanted]] for name, value in fields.items()}
 
     def _path(self, iteration: int) -> Path:
