@@ -17,6 +17,13 @@ FILE = "answers.npz"
 TITLE = "Answers to held-out prompts"
 HIGHER = ("reward", "solved", "accuracy", "reward_margin")
 PARTS = "generate", "score", "train"
+LINES = (                                                # metrics of the training's reports
+    ("reward", "reward", "Reward", "mean over sampled answers", "Of the answers that the steps used."),
+    ("length", "length", "Length", "tokens of an answer", "Mean over sampled answers."),
+    ("entropy", "entropy", "Entropy", "nats of a token", "Estimated by sampled tokens; 0: one answer to each prompt."),
+    ("reference_kl_k3", "reference_kl", "Divergence from the reference", "nats of a token", "Schulman's estimator k3."),
+    ("clipped_high", "clipped", "Clipped tokens", "fraction", "Good tokens without a gradient, since they became likelier."),
+)
 
 
 @dataclass

@@ -89,7 +89,7 @@ class Config(RunConfig):
         if self.method == "ppo" and (self.mesh.pipeline > 1 or self.lora is not None):
             raise ValueError("ppo trains all weights of policy and critic on each replica; set mesh.pipeline to 1, lora to null")
         if self.method == "ppo" and self.policy.normalization != "token":
-            raise ValueError(f"policy.normalization is {self.policy.normalization}, but ppo takes means over tokens; set it to token")
+            raise ValueError(f"policy.normalization is {self.policy.normalization}, but ppo has means over tokens; set it to token")
         return self
 
     @property
