@@ -22,7 +22,7 @@ from hpcai.models.llm.generation import is_fully_sharded
 from hpcai.models.llm.model import LLM, MLP, Attention, GatedMLP
 from hpcai.nn.matmul import FusedLinear, cast_to_autocast
 from hpcai.nn.moe import MoE
-from hpcai.nn.quantized import int8_scales, quantize_int8
+from hpcai.nn.quantized import full_weight, int8_scales, quantize_int8
 from hpcai.parallel.pipeline_stages import StageOutput
 from hpcai.parallel.sharding import shard_spec
 from hpcai.parallel.tensor import RowParallelLinear
@@ -69,8 +69,8 @@ class QuantizedLayers:
                 overrides.append((moe, "experts", _PackedExperts(each)))
         if is_first and not any(all(weight.packed) for weight in weights):
             place = str(weights[0].values.dtype).removeprefix("torch."), weights[0].values.device.type
-            logger.warning("engine.quantization is %s, for which torch has no kernel in %s on %s with these sizes: weights are rounded "
-                           "and nothing is faster", self.cfg.quantization, *place)  # fmt: skip
+            logger.warning("engine.quantization is %s, for which torch has no kernel in %s on %s with these sizes: weights are "
+                           "rounded, and nothing is faster", self.cfg.quantization, *place)  # fmt: skip
         return overrides
 
 
@@ -90,14 +90,13 @@ class _Weight:
         self.values, self.packed = weight.new_empty(weight.shape, dtype=dtype), list[tuple[Tensor, ...]]()
 
     def refresh(self) -> None:
-        weight, scale, dtype = getattr(self.owner, self.name), getattr(self.owner, "scale", None), self.values.dtype
-        weight = weight.to(torch.promote_types(dtype, torch.float32)) if scale is None else weight * scale[:, None]
+        weight = full_weight(self.owner, self.name)
         size = -1, *weight.shape[-2:]
         for n, (matrix, values) in enumerate(zip(weight.reshape(size), self.values.view(size))):
             codes, scales = quantize_int4(matrix, self.group) if self.group else self._quantize_int8(matrix)
             values.copy_(dequantize(codes, scales, self.group))
             if n == len(self.packed):
-                self.packed.append(_try_pack(codes, scales, self.group, dtype))
+                self.packed.append(_try_pack(codes, scales, self.group, self.values.dtype))
             elif self.packed[n]:
                 for old, new in zip(self.packed[n], _pack(codes, scales, self.group)):
                     old.copy_(new)

@@ -13,7 +13,6 @@ from hpcai.models.llm.engine.quantization import QuantizedLayers, dequantize, qu
 from hpcai.models.llm.gathered import override_attributes
 from hpcai.nn.moe import Experts
 from hpcai.nn.quantized import int8_scales, quantize_int8
-from tests.ranks.language_model import MODELS
 from tests.unit.models.llm.test_engine import GREEDY, model_of, prompts, similar
 from tests.unit.models.llm.test_engine_capture import CountingGraph, dense_model, sample
 
@@ -25,14 +24,14 @@ def with_rounded_weights(model: LLM, sizes: dict[str, Any]) -> LLM:
     """Return a copy of ``model`` whose linear layers and experts have the rounded weights."""
     rounded = LLM(model.cfg).to(next(model.parameters()).dtype).train(model.training)
     rounded.load_state_dict(model.state_dict())
+    group = sizes["quantization_group_size"]
     for name, weight in rounded.model.layers.named_parameters():
-        if weight.ndim > 1 and "_proj" in name and not name.endswith("bias"):
-            for matrix in weight.data.view(-1, *weight.shape[-2:]):
-                if sizes["quantization"] == "int8":
-                    scale = int8_scales(matrix.abs().amax(1))
-                    matrix.copy_(quantize_int8(matrix, scale) * scale[:, None])
-                else:
-                    matrix.copy_(dequantize(*quantize_int4(matrix, sizes["quantization_group_size"]), sizes["quantization_group_size"]))
+        for matrix in weight.data.view(-1, *weight.shape[-2:]) if "_proj" in name and not name.endswith("bias") else ():
+            if sizes["quantization"] == "int8":
+                scale = int8_scales(matrix.abs().amax(1))
+                matrix.copy_(quantize_int8(matrix, scale) * scale[:, None])
+            else:
+                matrix.copy_(dequantize(*quantize_int4(matrix, group), group))
     return rounded
 
 
@@ -109,14 +108,15 @@ def test_kernels_multiply_as_the_rounded_weights(kind: Any, dtype: torch.dtype, 
     cfg, rows = EngineConfig(quantization=kind, quantization_group_size=32), kernel_calls(monkeypatch)
     experts = {"count": 4, "top_k": 2, "inner": 64, "bias": True, "shared": 32}
     model = adapt(LLM(LLMConfig(**WIDE, bias=True, experts=experts)).to(dtype).eval(), LoRAConfig(rank=2))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    layers = QuantizedLayers(model, cfg)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-        overrides = QuantizedLayers(model, cfg).refresh()
-        packed = [type(value).__name__ for _, _, value in overrides]
-        assert packed.count("_PackedLinear") == 14 and packed.count("_PackedExperts") == 2
         for count in (1, 3, 40):
             tokens = torch.randint(64, (1, count))
+            for parameter in model.parameters():
+                nn.init.normal_(parameter, std=0.1)
+            overrides = layers.refresh()
+            packed = [type(value).__name__ for _, _, value in overrides]
+            assert packed.count("_PackedLinear") == 14 and packed.count("_PackedExperts") == 2
             del rows[:]
             with override_attributes(overrides):
                 actual = model(tokens)
