@@ -94,6 +94,13 @@ def int8_scales(amax: Tensor) -> Tensor:
     return torch.where(amax == 0, 1, (amax * ((1 + 2**-8) / _INT8_MAX))).bfloat16().to(amax.dtype)
 
 
+def full_weight(layer: Any, name: str = "weight") -> Tensor:
+    """Return a weight of a layer, quantized or not, in float32 or wider.   [..., C', C]"""
+    weight, scale = getattr(layer, name).detach(), getattr(layer, "scale", None)
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return weight if scale is None else weight * scale[:, None]
+
+
 def quantize_int8(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Return ``weight`` in int8, or in bfloat16 without a scale.   [C', C]"""
     if scale is None:

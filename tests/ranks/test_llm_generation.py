@@ -1,7 +1,7 @@
 """A sharded language model generates the tokens and computes the likelihoods of one rank."""
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -9,16 +9,19 @@ import torch
 from torch import nn
 
 from hpcai.dist.mesh import Mesh
+from hpcai.errors import ConfigError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, Tokenizer, complete
 from hpcai.models.llm.config import EngineConfig
 from hpcai.models.llm.engine import Engine, Request
 from hpcai.nn.deferred_init import deferred, materialize
+from tests.ranks.language_model import MODELS
 from tests.ranks.launch import on_ranks
 
 LLAMA = {"vocabulary": 260, "width": 16, "layers": 4, "heads": 4, "key_heads": 2, "inner": 24, "positions": 40}
 GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
 SMALL = {"vocabulary": 25}
+WIDE = {**LLAMA, "layers": 2, "width": 128, "key_heads": 4, "inner": 128}
 MESHES = [
     {"tensor": 4}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"context": 4}, {"context": 2, "tensor": 2},
     {"pipeline": 2, "context": 2}, {"replicate": 2, "pipeline": 2},
@@ -87,6 +90,42 @@ def test_a_sharded_model_generates_as_a_full_one(axes: dict[str, int]) -> None:
                 np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-11)
             else:
                 assert actual == expected
+
+
+def quantized_outputs(mesh: Mesh, kind: Any) -> list[Any]:
+    """Return tokens and log-probabilities of engines in float64, then by kernels in bfloat16."""
+    results: list[Any] = []
+    for sizes in (MODELS["llama"], MODELS["gpt_oss"], WIDE):
+        model, pipeline = build_model(mesh, sizes)
+        cfg = EngineConfig(quantization=kind, quantization_group_size=32 if sizes is WIDE else 2)
+        engine = Engine(model.bfloat16() if sizes is WIDE else model, cfg, pipeline=pipeline)
+        assert all(bool(each.packed[0]) == (sizes is WIDE) for *_, each in cast(Any, engine.target.quantized)._linears)
+        requests = [Request(prompt[:3], SamplingConfig(most=1 if sizes is WIDE else 6), row) for row, prompt in enumerate(PROMPTS)]
+        assert {*engine.run(requests)} == {*requests}
+        results.append([[] if sizes is WIDE else request.output for request in requests])
+        results.append([x for request in requests for x in request.log_probs])
+    return results
+
+
+@pytest.mark.parametrize(("axes", "kind"), [({"tensor": 2}, "int8"), ({"pipeline": 2, "tensor": 2}, "int4")], ids=str)
+def test_sharded_weights_are_rounded_as_full_ones(axes: dict[str, int], kind: str) -> None:
+    for results in on_ranks(axes, quantized_outputs, kind):
+        for n, (actual, full) in enumerate(zip(results, quantized_outputs(Mesh({}), kind), strict=True)):
+            if n % 2:
+                np.testing.assert_allclose(actual, full, rtol=0, atol=0.05 if n == 5 else 1e-10)
+            else:
+                assert actual == full
+
+
+def cut_groups(mesh: Mesh) -> str:
+    with pytest.raises(ConfigError) as raised:
+        Engine(build_model(mesh, LLAMA)[0], EngineConfig(quantization="int4", quantization_group_size=8))
+    return str(raised.value)
+
+
+def test_a_group_that_ranks_would_share_is_an_error() -> None:
+    expected = "layers.0.self_attn.o_proj has 16 inputs, sharded over 4 ranks (mesh.tensor): expected a multiple of 4 groups of 8"
+    assert all(expected in text for text in on_ranks({"tensor": 4}, cut_groups))
 
 
 def losses_around_generation(mesh: Mesh) -> tuple[float, float]:

@@ -3,12 +3,19 @@
 import random
 import time
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from hpcai.models.llm import LLM, Engine, EngineConfig, LLMConfig, Request, SamplingConfig, complete
+from hpcai.models.llm import LLM, Batch, Engine, EngineConfig, LLMConfig, Request, SamplingConfig, complete, loss
+from hpcai.models.llm.engine.quantization import QuantizedLayers
 from hpcai.models.llm.families import hub_config
+from hpcai.models.llm.gathered import override_attributes
 
 pytestmark = pytest.mark.timing
 SIZES = {"vocabulary": 2048, "width": 320, "layers": 6, "heads": 5, "inner": 864, "positions": 1024}
@@ -57,6 +64,57 @@ def test_texts_of_unequal_lengths_end_sooner_than_in_batches(quiet_hugging_face:
     print(f"\n{sum(lengths)} tokens: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
     assert seconds["engine, 8 texts"] * 2 < seconds["transformers"]
     assert seconds["engine, 32 texts"] * 2 < seconds["batches"]
+
+
+def test_few_texts_decode_faster_with_quantized_weights() -> None:
+    """8 layers of 1,024 channels in bfloat16 on one thread: prompts of 8 tokens and 48 new ones."""
+    torch.manual_seed(0)
+    model = LLM(LLMConfig(vocabulary=2048, width=1024, layers=8, heads=16, inner=2816, positions=64)).bfloat16().eval()
+    kinds: Any = ("none", "int8", "int4")
+    engines = {kind: Engine(model, EngineConfig(max_num_seqs=8, quantization=kind)) for kind in kinds}
+    times: dict[tuple[str, int], list[float]] = {}
+    for _, (kind, texts) in product(range(5), product(kinds, (1, 8))):
+        requests = [Request([*range(text, text + 8)], SamplingConfig(most=48)) for text in range(texts)]
+        seconds = _seconds(lambda: [*engines[kind].run(requests)])  # noqa: B023
+        times.setdefault((kind, texts), []).append(seconds / 48 * 1000)
+    milliseconds = {key: median(values) for key, values in times.items()}
+    print(f"\nms a step: {', '.join(f'{kind}, {texts} texts {ms:.1f}' for (kind, texts), ms in milliseconds.items())}")
+    assert max(milliseconds["int8", 1], milliseconds["int4", 1]) < 0.8 * milliseconds["none", 1]
+    assert max(milliseconds["int8", 8], milliseconds["int4", 8]) < 1.2 * milliseconds["none", 8]
+
+
+def test_quantized_weights_of_a_trained_model_change_its_loss_little() -> None:
+    """4 layers of 256 channels, trained for minutes on the pages of this project, in bytes."""
+    torch.manual_seed(0)
+    text = b"".join(path.read_bytes() for path in sorted((Path(__file__).parents[2] / "docs").glob("*.md")))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    training, held_out = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :][: 64 * 129].view(64, 129)
+    model = LLM(LLMConfig(vocabulary=256, width=256, layers=4, heads=4, inner=768, positions=128))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+    for step in range(600):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(step / 30, 1 - step / 600)
+        rows = torch.stack([training[at : at + 129] for at in torch.randint(len(training) - 129, (8,))])
+        optimizer.zero_grad()
+        (loss(model, Batch(rows))["loss"][0] / rows[:, 1:].numel()).backward()
+        optimizer.step()
+    full, cross_entropy = _evaluate(model.eval(), held_out)
+    print(f"\nloss {cross_entropy:.4f} nats a byte")
+    changes = {}
+    for kind, group in (("int8", 1), ("int4", 256), ("int4", 128), ("int4", 64), ("int4", 32)):
+        cfg: Any = EngineConfig(quantization=kind, quantization_group_size=group)
+        with override_attributes(QuantizedLayers(model, cfg).refresh()):
+            logits, other = _evaluate(model, held_out)
+        error = float((logits - full).norm() / (full - full.mean(-1, keepdim=True)).norm())
+        changes[kind, group] = other - cross_entropy
+        print(f"{kind}, groups of {group}: logits {100 * error:.2f} %, loss {changes[kind, group]:+.5f}")
+    assert abs(changes["int8", 1]) < 0.002 and changes["int4", 32] < changes["int4", 256] < 0.1
+
+
+@torch.no_grad()
+def _evaluate(model: LLM, rows: Tensor) -> tuple[Tensor, float]:
+    """Return logits and the cross entropy of a token, in nats."""
+    logits = model(rows[:, :-1])
+    return logits, float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NOT_LOCKED = {"torch", "kvikio-cu13", "lm-eval", "cfgrib"}  # builds for the machine and its CUDA; 200 MB for one command each
+NOT_LOCKED = {"torch", "kvikio-cu13", "lm-eval", "cfgrib", "vllm"}  # builds for the machine, and 200 MB or more for one use
 MACHINES = [
     {"python_version": version, "python_full_version": f"{version}.0", "platform_machine": machine, "sys_platform": "linux",
      "platform_system": "Linux", "implementation_name": "cpython", "platform_python_implementation": "CPython", "extra": ""}

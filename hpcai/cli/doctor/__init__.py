@@ -22,7 +22,7 @@ from hpcai.errors import ConfigError
 from hpcai.host_limits import allowed_cpus, count_cpus
 
 EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging",
-          "wandb", "mlflow-skinny", "lm-eval")
+          "wandb", "mlflow-skinny", "lm-eval", "vllm")
 MIN_LIMIT = 5.0
 """Minimum of --limit in seconds."""
 

@@ -339,7 +339,7 @@ class SamplingConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """Sizes of a generation engine, by vLLM's names."""
+    """Sizes of a generation engine, by vLLM's names, and the precision of its weights."""
 
     max_num_seqs: PositiveInt = 64
     """largest number of texts that are continued at the same time"""
@@ -351,3 +351,8 @@ class EngineConfig(Settings):
     """tokens of the KV cache; null: `max_num_seqs` texts of the largest length, in half of the free memory at most"""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=7)] = 4
     """tokens that a draft model proposes at a time"""
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """weights of linear layers and experts, rounded when the engine is created and when it is reset; the model keeps its own. int8:
+    a scale of each output; int4: a scale and a zero point of each group of its inputs"""
+    quantization_group_size: PositiveInt = 128
+    """int4: inputs of a group"""

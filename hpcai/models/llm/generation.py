@@ -304,7 +304,7 @@ class _CachedAttention(CausalAttention):
 
 
 @torch.no_grad()
-def copy_weights(model: LLM) -> list[Override]:
+def copy_weights(model: nn.Module) -> list[Override]:
     """Return overrides by copies of weights, of layers with the same input in one. A CPU multiplies few tokens with a column-major
     matrix of more outputs than inputs in half of the time. Weights that are sharded, quantized or adapted are left out."""
     overrides, left = list[Override](), _COPIES

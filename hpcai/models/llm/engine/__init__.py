@@ -2,4 +2,4 @@
 
 from hpcai.lazy import attach
 
-__getattr__, __all__ = attach(__name__, {".engine": ["Engine"], ".scheduler": ["Request"]})
+__getattr__, __all__ = attach(__name__, {".engine": ["Engine"], ".scheduler": ["Request"], ".vllm": ["VLLMEngine"]})

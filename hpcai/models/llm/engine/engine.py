@@ -28,6 +28,7 @@ from hpcai.errors import ConfigError
 from hpcai.models.llm.config import EngineConfig, SamplingConfig
 from hpcai.models.llm.engine.attention import FEW, Layout, PagedAttention, Span, device_tensor
 from hpcai.models.llm.engine.blocks import BlockPool
+from hpcai.models.llm.engine.quantization import QuantizedLayers
 from hpcai.models.llm.engine.scheduler import Chunk, Request, Scheduler
 from hpcai.models.llm.gathered import (
     active_pipeline,
@@ -55,8 +56,11 @@ class CachedModel:
     into a block behind those of the pool, and attend to nothing. ``capture`` and ``graph`` as for ``Engine``.
     """
 
-    def __init__(self, model: LLM, pipeline: Pipeline | None, capture: bool, graph: Callable[[], Graph] | None) -> None:
+    def __init__(
+        self, model: LLM, pipeline: Pipeline | None, cfg: EngineConfig, capture: bool, graph: Callable[[], Graph] | None
+    ) -> None:
         self.model, self.pipeline = model, pipeline
+        self.quantized = None if cfg.quantization == "none" else QuantizedLayers(model, cfg)
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.attentions: list[PagedAttention] = []
@@ -86,8 +90,10 @@ class CachedModel:
             self._overrides += [(attention, "update_cache", paged.update), (attention, "core_attention", paged)]
         if depends_on_length(self.model.cfg.rotary):  # keys must have the frequencies of later queries: those of the longest text
             self._overrides += [(module, "text_length", self._length) for module in local_modules(self.model, self.pipeline)]
+        if self.quantized is not None:
+            self._overrides += self.quantized.refresh()
         if self._on_cpu and self.graphs is None and not torch.is_autocast_enabled("cpu"):
-            self._overrides += copy_weights(self.model)
+            self._overrides += copy_weights(self.model if self.quantized is None else self.model.lm_head)
 
     def token_bytes(self) -> int:
         """Return the bytes of the keys and values of a token on this rank."""
@@ -185,8 +191,8 @@ class Engine:
     ) -> None:  # fmt: skip
         self.model, self.cfg, self.pipeline = model, cfg or EngineConfig(), active_pipeline(model, pipeline)
         self.vocab_size = min(vocab_size or model.cfg.vocabulary, model.cfg.vocabulary)
-        self.target = CachedModel(model, self.pipeline, capture, graph)
-        self.draft = None if draft is None else CachedModel(draft, None, capture, graph)
+        self.target = CachedModel(model, self.pipeline, self.cfg, capture, graph)
+        self.draft = None if draft is None else CachedModel(draft, None, self.cfg, capture, graph)
         self.max_length, self.device = model.cfg.max_length, self.target.device
         if draft is not None:
             if draft.cfg.vocabulary != model.cfg.vocabulary or self.pipeline is not None:
