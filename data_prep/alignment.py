@@ -38,11 +38,10 @@ from hpcai.stop import end_in_one_line
 Row = dict[str, Any]
 Random = np.random.Generator
 CARRIES = 4                                     # numbers of carried digits of a sum of three columns, 0 to 3
-GROUPS = ("ST", "DE", "KR", "ILV", "FWY", "NQ")     # residues that a motif does not tell apart
 COMPOSITIONS = {"hydrophobic>=40%": rewards.HYDROPHOBIC, "hydrophobic>=60%": rewards.HYDROPHOBIC,
-                "charge>=+2": "KR", "charge>=+4": "KR", "charge<=-2": "DE", "charge<=-4": "DE"}     # and residues that help
-FORGOTTEN = 0.7                                 # arithmetic: share of carried digits that a flawed answer leaves out
-FLAWED, RIGHT = (0.3, 0.2), (0.0, 0.6)          # motifs: share of wrong residues, and of residues chosen for the composition
+                "charge>=+2": "KR", "charge>=+3": "KR", "charge<=-2": "DE", "charge<=-3": "DE"}     # and residues that help
+FORGOTTEN = 0.5                                 # arithmetic: share of carried digits that a flawed answer leaves out
+BIASES = 0.6, 0.2                               # motifs: share of residues for the composition, in right and in flawed sequences
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class AlignmentSettings(command.Settings):
     validation: int = option(256, "held-out prompts, and as many held-out pairs", type=command.positive)
     demonstrations: int = option(4096, "prompts with an answer, for supervised fine-tuning", type=command.positive)
     pairs: int = option(4096, "prompts with a right answer and a wrong one", type=command.positive)
-    flaws: float = option(0.25, "share of wrong sums and residues in demonstrations", metavar="F", type=command.within(0, 0.9))
     seed: int = command.seed()
 
 
@@ -70,7 +68,7 @@ def draw_sum(random: Random, number: int) -> Row:
 
 
 def work_out(row: Row, random: Random, flaws: float) -> str:
-    """Return sums of columns and the result. A sum is wrong with probability ``flaws``, and lacks the carried digit with 0.7."""
+    """Return sums of columns and the result. A sum is wrong with probability ``flaws``, and lacks the carried digit with 0.5."""
     a, b = row["prompt"][:-1].split("+")
     sums, digits, carry = list[str](), "", 0
     for x, y in zip(reversed(a), reversed(b)):
@@ -82,36 +80,31 @@ def work_out(row: Row, random: Random, flaws: float) -> str:
 
 
 def draw_motif(random: Random, number: int) -> Row:
-    """Return a row with a motif of four elements, of which the first and the last are residues."""
-    inner = [*rewards.AMINO_ACIDS, *(f"[{group}]" for group in GROUPS), *"xxxx"]
-    ends, between = random.choice([*rewards.AMINO_ACIDS], 2), random.choice(inner, 2)
-    motif, composition = "-".join((ends[0], *between, ends[1])), [*COMPOSITIONS][number % len(COMPOSITIONS)]
-    return {"prompt": f"{motif} {composition}:", "motif": motif, "composition": composition}
+    """Return a row with a motif of four residues, of which the inner ones may be x."""
+    acids = [*rewards.AMINO_ACIDS]
+    motif = "-".join((random.choice(acids), *random.choice([*acids, *"xxxx"], 2), random.choice(acids)))
+    composition = [*COMPOSITIONS][number % len(COMPOSITIONS)]
+    return {"prompt": f"{composition:>{max(map(len, COMPOSITIONS))}} {motif}:", "motif": motif, "composition": composition}
 
 
 def compose(row: Row, random: Random, flaws: float) -> str:
-    """Return a sequence with the motif at a random position, of whose residues ``flaws`` are replaced."""
-    bias = RIGHT[1] if not flaws else FLAWED[1]
-    favoured, acids = COMPOSITIONS[row["composition"]], rewards.AMINO_ACIDS
-
-    def draw(letters: str) -> str:
-        return letters[random.integers(len(letters))]
-
-    core = [draw(acids if element == "x" or random.random() < flaws else element.strip("[]")) for element in row["motif"].split("-")]
-    rest = [draw(favoured if random.random() < bias else acids) for _ in range(random.choice(rewards.LENGTHS) - len(core))]
-    start = random.integers(len(rest) + 1)
-    return "".join((*rest[:start], *core, *rest[start:]))
+    """Return a sequence that begins with the motif. A residue of it is any one with probability ``flaws``."""
+    acids, favoured, bias = rewards.AMINO_ACIDS, COMPOSITIONS[row["composition"]], BIASES[flaws > 0]
+    choices = [acids if element == "x" or random.random() < flaws else element for element in row["motif"].split("-")]
+    rest = random.choice(rewards.LENGTHS) - len(choices)
+    choices += [favoured if random.random() < bias else acids for _ in range(rest)]
+    return "".join(letters[random.integers(len(letters))] for letters in choices)
 
 
-TASKS: dict[str, tuple[str, Callable[[Random, int], Row], Callable[[Row, Random, float], str], Callable[..., list[float]]]] = {
-    "arithmetic": ("Sums of two numbers of three digits.", draw_sum, work_out, rewards.arithmetic),
-    "motifs": ("Sequences of amino acids with a motif and a composition.", draw_motif, compose, rewards.motifs),
+TASKS: dict[str, tuple[str, Callable[[Random, int], Row], Callable[[Row, Random, float], str], Callable[..., list[float]], float]] = {
+    "arithmetic": ("Sums of two numbers of three digits.", draw_sum, work_out, rewards.arithmetic, 0.35),
+    "motifs": ("Sequences of amino acids with a motif and a composition.", draw_motif, compose, rewards.motifs, 0.25),
 }  # fmt: skip
 
 
 def make_files(task: str, settings: AlignmentSettings) -> dict[str, list[Row]]:
     """Return the rows of each file."""
-    _, draw, answer, reward = TASKS[task]
+    _, draw, answer, reward, flaws = TASKS[task]
     random = store.generator(settings.seed, 0, 0)
     sizes = {"train": settings.prompts, "validation": settings.validation, "demonstrations": settings.demonstrations,
              "pairs": settings.pairs, "validation-pairs": settings.validation}  # fmt: skip
@@ -122,18 +115,18 @@ def make_files(task: str, settings: AlignmentSettings) -> dict[str, list[Row]]:
     unused = iter(rows.values())
     files = {name: [next(unused) for _ in range(size)] for name, size in sizes.items()}
 
-    def judged(row: Row, flaws: float, wanted: float | None) -> str:
+    def judged(row: Row, share: float, wanted: float | None) -> str:
         while True:
-            text = answer(row, random, flaws)
+            text = answer(row, random, share)
             columns = {name: [value] for name, value in row.items() if name != "prompt"}
             if wanted is None or reward([row["prompt"]], [text], **columns) == [wanted]:
                 return text
 
     for name in ("pairs", "validation-pairs"):
-        files[name] = [{"prompt": row["prompt"], "chosen": judged(row, 0, 1), "rejected": judged(row, settings.flaws, 0)}
+        files[name] = [{"prompt": row["prompt"], "chosen": judged(row, 0, 1), "rejected": judged(row, flaws, 0)}
                        for row in files[name]]  # fmt: skip
     shown = files["demonstrations"]
-    files["demonstrations"] = [{"prompt": row["prompt"], "answer": judged(row, settings.flaws, None)} for row in shown]
+    files["demonstrations"] = [{"prompt": row["prompt"], "answer": judged(row, flaws, None)} for row in shown]
     return files
 
 

@@ -14,7 +14,7 @@ AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
 HYDROPHOBIC = "ACFILMV"
 """residues with a positive hydropathy (Kyte and Doolittle 1982)"""
 CHARGES = {"D": -1, "E": -1, "K": 1, "R": 1}
-LENGTHS = range(12, 25)
+LENGTHS = range(8, 17)
 """numbers of residues of a sequence"""
 _ELEMENT = re.compile(r"(?:(x)|([A-Z])|\[([A-Z]+)\]|\{([A-Z]+)\})(?:\((\d+)(?:,(\d+))?\))?")
 _COMPOSITION = re.compile(r"(hydrophobic>=(\d+)%)|charge(>=|<=)([+-]?\d+)")
@@ -28,7 +28,7 @@ def arithmetic(prompts: list[str], completions: list[str], answer: list[Any], **
 def motifs(
     prompts: list[str], completions: list[str], motif: list[str], composition: list[str], **columns: list[Any]
 ) -> list[float]:
-    """Return 1 for a sequence of 12 to 24 residues that holds the motif and has the composition.
+    """Return 1 for a sequence of 8 to 16 residues that holds the motif and has the composition.
 
     ``motif``: A pattern of PROSITE: residues, x, [ST], {P} and numbers of repeats, as in ``C-x(2,4)-C-[ST]-{P}``. ``composition``:
     ``hydrophobic>=40%`` of the residues, or a net ``charge>=+2`` or ``charge<=-2`` of D, E (-1), K and R (+1). Raises DataError for
