@@ -358,15 +358,15 @@ class Rollouts(Source):
 
     def _new_engine(self) -> Any:
         model, sizes, cfg = policy_of(self.network.model), self.cfg.sizes, self.cfg
+        if cfg.engine == "vllm":
+            from hpcai.models.llm.engine.vllm import VLLMEngine
+
+            return VLLMEngine(model, sizes)
         if sizes.cache_tokens is None:
             most = max(cfg.sampling.most, cfg.validation.most)
             longest = min(max(len(prompt.tokens) for prompt in self.prompts) + most, model.cfg.max_length)
             tokens = sizes.max_num_seqs * -(-longest // sizes.block_size) * sizes.block_size
             sizes = sizes.model_copy(update={"cache_tokens": tokens})
-        if cfg.engine == "vllm":
-            from hpcai.models.llm.engine.vllm import VLLMEngine
-
-            return VLLMEngine(model, sizes)
         kwargs: dict[str, Any] = {"pipeline": self.network.pipeline, "capture": not cfg.staleness}  # a thread captures no graph
         return Engine(model, sizes, vocab_size=self.tokenizer.size, **kwargs)
 
