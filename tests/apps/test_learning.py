@@ -37,6 +37,9 @@ from tests.apps.app_runs import ROOT, metric_by_step
 from tests.reference_data import DATA
 
 
+DPO = ["method=dpo", "train={steps: 300, epochs: null}", "step={lr: 1e-4, schedule: {warmup: 20}}"]
+
+
 def claim(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.claim(pytest.mark.slow(pytest.mark.timeout(3000)(test)))
 
@@ -130,6 +133,25 @@ def test_cyclones_and_rivers_are_found_in_simulated_weather(tmp_path: Path) -> N
     scores = {name: round(last[name], 3) for name in ("iou", "iou_tropical_cyclone", "iou_atmospheric_river")}
     print(scores)
     assert last["iou"] > 0.82 and last["iou_tropical_cyclone"] > 0.75 and last["iou_atmospheric_river"] > 0.65, scores
+
+
+@claim
+@pytest.mark.parametrize(("task", "config"), [("arithmetic", "small"), ("motifs", "motifs")])
+def test_rewards_and_preferences_solve_unseen_prompts(task: str, config: str, tmp_path: Path) -> None:
+    """GRPO, and DPO, of a model that was trained on demonstrations of which a part is wrong."""
+    data, rows, start = (tmp_path / name for name in ("data", "rows", "start"))
+    run_module("data_prep.alignment", task, str(data))
+    columns = "--prompt", "prompt", "--answer", "answer", "--tokenizer", "bytes", "--sequence", "256"
+    run_module("data_prep.text", "convert", str(data / "demonstrations.jsonl"), str(rows), *columns)
+    run_module("apps.llm", f"apps/llm/configs/{task}-sft.yaml", f"data.directory={rows}", f"report.directory={start}")
+    solved = dict[str, tuple[float, float]]()
+    for name, overrides in {"grpo": [], "dpo": DPO}.items():
+        settings = f"data.directory={data}", f"start.weights={start}", f"report.directory={tmp_path / name}", *overrides
+        run_module("apps.align", f"apps/align/configs/{config}.yaml", *settings)
+        values = [*metric_by_step(tmp_path / name, "evaluate", "solved").values()]
+        solved[name] = values[0], values[-1]
+    print(solved)
+    assert solved["grpo"][0] < 0.2 and solved["grpo"][1] > 0.8 and solved["dpo"][1] > solved["dpo"][0] + 0.2, solved
 
 
 def train_openfold(folder: Path, *overrides: str) -> tuple[Path, float]:
