@@ -99,7 +99,7 @@ def quantized_outputs(mesh: Mesh, kind: Any) -> list[Any]:
         model, pipeline = build_model(mesh, sizes)
         cfg = EngineConfig(quantization=kind, quantization_group_size=32 if sizes is WIDE else 2)
         engine = Engine(model.bfloat16() if sizes is WIDE else model, cfg, pipeline=pipeline)
-        assert all(bool(each.packed[0]) == (sizes is WIDE) for *_, each in cast(Any, engine.target.quantized)._linears)
+        assert all(bool(each.packed) == (sizes is WIDE) for *_, each in cast(Any, engine.target.quantized)._weights)
         requests = [Request(prompt[:3], SamplingConfig(most=1 if sizes is WIDE else 6), row) for row, prompt in enumerate(PROMPTS)]
         assert {*engine.run(requests)} == {*requests}
         results.append([[] if sizes is WIDE else request.output for request in requests])
@@ -124,7 +124,7 @@ def cut_groups(mesh: Mesh) -> str:
 
 
 def test_a_group_that_ranks_would_share_is_an_error() -> None:
-    expected = "layers.0.self_attn.o_proj has 16 inputs, sharded over 4 ranks (mesh.tensor): expected a multiple of 4 groups of 8"
+    expected = "layers.0.self_attn.o_proj has 16 inputs, sharded over 4 ranks: expected whole groups of 8 on each"
     assert all(expected in text for text in on_ranks({"tensor": 4}, cut_groups))
 
 

@@ -84,30 +84,30 @@ def test_few_texts_decode_faster_with_quantized_weights() -> None:
 
 
 def test_quantized_weights_of_a_trained_model_change_its_loss_little() -> None:
-    """4 layers of 256 channels, trained for minutes on the pages of this project, in bytes."""
+    """4 layers of 192 channels, trained for a minute on the pages of this project, in bytes."""
     torch.manual_seed(0)
     text = b"".join(path.read_bytes() for path in sorted((Path(__file__).parents[2] / "docs").glob("*.md")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     training, held_out = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :][: 64 * 129].view(64, 129)
-    model = LLM(LLMConfig(vocabulary=256, width=256, layers=4, heads=4, inner=768, positions=128))
+    model = LLM(LLMConfig(vocabulary=256, width=192, layers=4, heads=6, inner=512, positions=128))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
-    for step in range(600):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(step / 30, 1 - step / 600)
+    for step in range(400):
+        optimizer.param_groups[0]["lr"] = 4e-3 * min(step / 30, 1 - step / 400)
         rows = torch.stack([training[at : at + 129] for at in torch.randint(len(training) - 129, (8,))])
         optimizer.zero_grad()
         (loss(model, Batch(rows))["loss"][0] / rows[:, 1:].numel()).backward()
         optimizer.step()
     full, cross_entropy = _evaluate(model.eval(), held_out)
     print(f"\nloss {cross_entropy:.4f} nats a byte")
-    changes = {}
-    for kind, group in (("int8", 1), ("int4", 256), ("int4", 128), ("int4", 64), ("int4", 32)):
+    errors = []
+    for kind, group in (("int4", 192), ("int4", 96), ("int4", 64), ("int4", 32), ("int8", 192)):
         cfg: Any = EngineConfig(quantization=kind, quantization_group_size=group)
         with override_attributes(QuantizedLayers(model, cfg).refresh()):
             logits, other = _evaluate(model, held_out)
-        error = float((logits - full).norm() / (full - full.mean(-1, keepdim=True)).norm())
-        changes[kind, group] = other - cross_entropy
-        print(f"{kind}, groups of {group}: logits {100 * error:.2f} %, loss {changes[kind, group]:+.5f}")
-    assert abs(changes["int8", 1]) < 0.002 and changes["int4", 32] < changes["int4", 256] < 0.1
+        errors.append(float((logits - full).norm() / (full - full.mean((0, 1))).norm()))
+        print(f"{kind}, groups of {group}: logits {100 * errors[-1]:.2f} %, loss {other - cross_entropy:+.5f}")
+        assert abs(other - cross_entropy) < 0.02
+    assert errors == sorted(errors, reverse=True)
 
 
 @torch.no_grad()

@@ -23,14 +23,11 @@ from hpcai.models.llm.model import LLM, MLP, Attention, GatedMLP
 from hpcai.nn.matmul import FusedLinear, cast_to_autocast
 from hpcai.nn.moe import MoE
 from hpcai.nn.quantized import full_weight, int8_scales, quantize_int8
-from hpcai.parallel.pipeline_stages import StageOutput
 from hpcai.parallel.sharding import shard_spec
-from hpcai.parallel.tensor import RowParallelLinear
 
 logger = logging.getLogger(__name__)
 _torch: Any = torch  # its kernels have private names
 _ROWS = {"cpu": 4, "cuda": 16}  # up to which kernels are faster
-_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class QuantizedLayers:
@@ -39,67 +36,61 @@ class QuantizedLayers:
 
     def __init__(self, model: LLM, cfg: EngineConfig) -> None:
         if is_fully_sharded(model):
-            found = f"engine.quantization is {cfg.quantization}, and the weights are fully sharded (step.shard)"
-            raise ConfigError(f"{found}: expected full layers on each rank; set engine.quantization to none")
-        self.cfg, dtype, layers = cfg, next(model.parameters()).dtype, dict[str, Any](model.model.layers.named_children())
-        self._linears, self._experts = list[tuple[Any, str, _Weight]](), list[tuple[MoE, list[_Weight]]]()
-        for number, layer in layers.items():
-            for where, part in () if isinstance(layer, StageOutput) else layer.named_modules(prefix=f"layers.{number}"):
-                if isinstance(part, MoE):
-                    axes = None, None, getattr(part.tensor, "axis", None)
-                    weights = [_Weight(part.experts, x, cfg, dtype, f"{where}.{x}", axis) for x, axis in zip(_EXPERTS, axes)]
-                    self._experts.append((part, weights))
-                for name, linear in part.named_children() if isinstance(part, Attention | GatedMLP | MLP) else ():
-                    if isinstance(linear, nn.Linear):
-                        axis = linear.axis if isinstance(linear, RowParallelLinear) else None
-                        self._linears.append((part, name, _Weight(linear, "weight", cfg, dtype, f"{where}.{name}", axis)))
+            problem = f"engine.quantization is {cfg.quantization}, and the weights are fully sharded (step.shard)"
+            raise ConfigError(f"{problem}: expected full layers on each rank; set engine.quantization to none")
+        self.cfg, self.dtype, self._weights = cfg, next(model.parameters()).dtype, list[tuple[Any, str, _Weight]]()
+        for where, part in model.model.layers.named_modules(prefix="layers"):
+            if isinstance(part, MoE):
+                for name in ("gate_proj", "up_proj", "down_proj"):
+                    axis = getattr(part.tensor, "axis", None) if name == "down_proj" else None
+                    self._weights.append((part, "", _Weight(part.experts, name, cfg, self.dtype, f"{where}.{name}", axis)))
+            for name, linear in part.named_children() if isinstance(part, Attention | GatedMLP | MLP) else ():
+                if isinstance(linear, nn.Linear):
+                    weight = _Weight(linear, "weight", cfg, self.dtype, f"{where}.{name}", getattr(linear, "axis", None))
+                    self._weights.append((part, name, weight))
 
     @torch.no_grad()
     def refresh(self) -> list[Override]:
         """Quantize the present weights, and return the overrides by them. Collective over the ranks of sharded inputs."""
-        weights = [weight for _, _, weight in self._linears] + [weight for _, each in self._experts for weight in each]
-        overrides, is_first = list[Override](), not all(weight.packed for weight in weights)
-        for weight in weights:
+        overrides, is_first = list[Override](), any(weight.packed is None for *_, weight in self._weights)
+        for part, name, weight in self._weights:
             weight.refresh()
             overrides.append((weight.owner, weight.name, nn.Parameter(weight.values, requires_grad=False)))
-            overrides += [(weight.owner, "scale", None)] * (getattr(weight.owner, "scale", None) is not None)
-        overrides += [(part, name, _PackedLinear(each)) for part, name, each in self._linears if all(each.packed)]
-        for moe, each in self._experts:
-            if all(all(weight.packed) for weight in each) and each[0].values.device.type == "cpu":  # whose counts the host reads
-                overrides.append((moe, "experts", _PackedExperts(each)))
-        if is_first and not any(all(weight.packed) for weight in weights):
-            place = str(weights[0].values.dtype).removeprefix("torch."), weights[0].values.device.type
-            logger.warning("engine.quantization is %s, for which torch has no kernel in %s on %s with these sizes: weights are "
-                           "rounded, and nothing is faster", self.cfg.quantization, *place)  # fmt: skip
+            if getattr(weight.owner, "scale", None) is not None:
+                overrides.append((weight.owner, "scale", None))
+            if name and weight.packed:
+                overrides.append((part, name, _PackedLinear(weight)))
+        if is_first and not any(weight.packed for *_, weight in self._weights):
+            logger.warning("engine.quantization is %s, for which torch has no kernel in %s with these sizes on this device: "
+                           "weights are rounded, and nothing is faster", self.cfg.quantization, self.dtype)  # fmt: skip
         return overrides
 
 
 class _Weight:
-    """The parameter ``name`` of ``owner``, [C', C] or of experts [E, C', C], as quantized ``values`` and, where there is a kernel,
-    as its tensors for each matrix (``packed``). ``axis``: That over which the inputs are sharded."""
+    """The parameter ``name`` of ``owner``, [C', C] or of experts [E, C', C], as quantized ``values``, and in the format of a kernel
+    (``packed``), if there is one. ``axis``: That over which the layer is sharded."""
 
     def __init__(self, owner: Any, name: str, cfg: EngineConfig, dtype: torch.dtype, where: str, axis: Axis | None) -> None:
-        self.owner, self.name, self.axis, weight = owner, name, axis, getattr(owner, name)
+        self.owner, self.name, weight = owner, name, getattr(owner, name)
+        self.values = weight.new_empty(weight.shape, dtype=dtype)
+        self.packed: tuple[Tensor, ...] | None = None  # until it is known
         self.group, inputs = cfg.quantization_group_size if cfg.quantization == "int4" else 0, shard_spec(weight).global_shape[-1]
-        if axis is not None and self.group and inputs % (self.group * axis.size):
+        self.axis = axis if inputs > weight.shape[-1] else None
+        if self.axis and self.group and inputs % (self.group * self.axis.size):
             raise ConfigError(
-                f"engine.quantization is int4, and {where} has {inputs} inputs, sharded over {axis.size} ranks (mesh.{axis.name}): "
-                f"expected a multiple of {axis.size} groups of {self.group}; set engine.quantization_group_size to less, or "
-                "engine.quantization to int8"
+                f"engine.quantization is int4, and {where} has {inputs} inputs, sharded over {self.axis.size} ranks: expected "
+                f"whole groups of {self.group} on each; set engine.quantization_group_size to less, or engine.quantization to int8"
             )
-        self.values, self.packed = weight.new_empty(weight.shape, dtype=dtype), list[tuple[Tensor, ...]]()
 
     def refresh(self) -> None:
-        weight = full_weight(self.owner, self.name)
-        size = -1, *weight.shape[-2:]
-        for n, (matrix, values) in enumerate(zip(weight.reshape(size), self.values.view(size))):
-            codes, scales = quantize_int4(matrix, self.group) if self.group else self._quantize_int8(matrix)
-            values.copy_(dequantize(codes, scales, self.group))
-            if n == len(self.packed):
-                self.packed.append(_try_pack(codes, scales, self.group, self.values.dtype))
-            elif self.packed[n]:
-                for old, new in zip(self.packed[n], _pack(codes, scales, self.group)):
-                    old.copy_(new)
+        weight = full_weight(self.owner, self.name).flatten(0, -2)
+        codes, scales = quantize_int4(weight, self.group) if self.group else self._quantize_int8(weight)
+        self.values.copy_(dequantize(codes, scales, self.group).view_as(self.values))
+        if self.packed is None:
+            self.packed = _try_pack(codes, scales, self.group, self.values) if self.name == "weight" else ()
+        elif self.packed:
+            for old, new in zip(self.packed, _pack(codes, scales, self.group)):
+                old.copy_(new)
 
     def _quantize_int8(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         top = weight.abs().amax(1)
@@ -139,22 +130,21 @@ def _pack(codes: Tensor, scales: Tensor, group: int) -> tuple[Tensor, ...]:
     return _torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], tiles), scales
 
 
-def _multiply(x: Tensor, packed: tuple[Tensor, ...], group: int) -> Tensor:
+def _multiply(x: Tensor, packed: tuple[Tensor, ...], group: int) -> Any:
     """Return the product by a kernel.   [R, C] -> [R, C'], both bfloat16"""
     if not group:
         return _torch._weight_int8pack_mm(x, *packed)
-    kernel = _torch._weight_int4pack_mm_for_cpu if x.device.type == "cpu" else _torch._weight_int4pack_mm
-    return kernel(x, packed[0], group, packed[1])
+    return getattr(torch, f"_weight_int4pack_mm{'_for_cpu' * (x.device.type == 'cpu')}")(x, packed[0], group, packed[1])
 
 
-def _try_pack(codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _try_pack(codes: Tensor, scales: Tensor, group: int, values: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors of a kernel that multiplies a row right, or none. That of int8 for GPUs is slower than no kernel."""
     x = torch.arange(codes.shape[1], device=codes.device).cos()[None].bfloat16()
-    if cast_to_autocast(x.to(dtype)).dtype != x.dtype or (not group and codes.device.type != "cpu"):
+    if cast_to_autocast(x.to(values.dtype)).dtype != x.dtype or (not group and x.device.type != "cpu"):
         return ()
     try:
         packed = _pack(codes, scales, group)
-        y, expected = _multiply(x, packed, group).float(), x.float() @ dequantize(codes, scales, group).float().T
+        y, expected = _multiply(x, packed, group).float(), x.float() @ values.float().T
     except (RuntimeError, NotImplementedError, AttributeError):
         return ()
     return packed if (y - expected).norm() <= 0.02 * expected.norm() else ()
@@ -169,41 +159,12 @@ class _PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         linear, rows = self.linear, cast_to_autocast(x)
-        if not _is_few(rows, rows.numel() // rows.shape[-1]):
+        if rows.dtype != torch.bfloat16 or rows.numel() > _ROWS[x.device.type] * x.shape[-1]:
             return linear(x)
-        y = _multiply(rows.flatten(0, -2), self.weight.packed[0], self.weight.group)
+        y = _multiply(rows.flatten(0, -2), self.weight.packed or (), self.weight.group)
         y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # no view: it may be reduced in place
-        if isinstance(linear, FusedLinear):
-            y = linear.finish(y)
-        elif linear.bias is not None:
-            y = y + linear.bias.to(y.dtype)
+        y = linear.finish(y) if isinstance(linear, FusedLinear) else y if linear.bias is None else y + linear.bias.to(y.dtype)
         for hook in linear._forward_hooks.values():  # adapters
             changed = hook(linear, (x,), y)
             y = y if changed is None else changed
         return y
-
-
-class _PackedExperts(nn.Module):
-    """Experts that multiply few rows each by kernels.   [R, C] -> [R, C]"""
-
-    def __init__(self, weights: list[_Weight]) -> None:
-        super().__init__()
-        self.experts, self.weights = weights[0].owner, weights
-
-    def forward(self, rows: Tensor, counts: Tensor | None = None) -> Tensor:
-        experts, x, total = self.experts, cast_to_autocast(rows), len(self.weights[0].packed)
-        sizes = [len(x) // total] * total if counts is None else experts.read_counts(counts, len(x), total)
-        if not len(x) or not _is_few(x, max(sizes)):
-            return experts(rows, counts)
-
-        def linear(x: Tensor, number: int, e: int) -> Tensor:
-            weight, has_bias = self.weights[number], experts.has_bias and (number < 2 or experts.adds_output_bias)
-            y = _multiply(x, weight.packed[e], weight.group)
-            return y + getattr(experts, f"{weight.name}_bias")[e].to(y) if has_bias else y
-
-        parts = [(part, e) for e, part in enumerate(x.split(sizes)) if len(part)]
-        return torch.cat([linear(experts.activation(linear(part, 0, e), linear(part, 1, e)), 2, e) for part, e in parts])
-
-
-def _is_few(x: Tensor, rows: int) -> bool:
-    return x.dtype == torch.bfloat16 and rows <= _ROWS.get(x.device.type, 0)

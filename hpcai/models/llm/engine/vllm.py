@@ -37,8 +37,8 @@ class VLLMEngine:
     def __init__(self, model: LLM, cfg: EngineConfig | None = None, folder: str | Path | None = None, **kwargs: Any) -> None:
         self._vllm, self.cfg = import_optional("vllm", "generation by vLLM needs", "vllm"), cfg or EngineConfig()
         if self.cfg.quantization not in _QUANTIZATION:
-            found = f"engine.quantization is {self.cfg.quantization}, to which vLLM rounds no weights that it reads"
-            raise ConfigError(f"{found}: expected one of {', '.join(_QUANTIZATION)}")
+            problem = f"engine.quantization is {self.cfg.quantization}, to which vLLM rounds no weights that it reads"
+            raise ConfigError(f"{problem}: expected one of {', '.join(_QUANTIZATION)}")
         self._temporary = TemporaryDirectory(prefix="hpcai-vllm-") if folder is None else None
         self.folder = Path(folder or self._temporary.name)  # type: ignore[union-attr]
         self._save(model)

@@ -11,7 +11,6 @@ from hpcai.models.llm import LLM, Engine, EngineConfig, LLMConfig, LoRAConfig, R
 from hpcai.models.llm.engine import quantization
 from hpcai.models.llm.engine.quantization import QuantizedLayers, dequantize, quantize_int4
 from hpcai.models.llm.gathered import override_attributes
-from hpcai.nn.moe import Experts
 from hpcai.nn.quantized import int8_scales, quantize_int8
 from tests.unit.models.llm.test_engine import GREEDY, model_of, prompts, similar
 from tests.unit.models.llm.test_engine_capture import CountingGraph, dense_model, sample
@@ -84,9 +83,8 @@ def test_rounded_weights_are_the_nearest(outs: int, ins: int, group: int) -> Non
     steps = scales[..., 0].repeat_interleave(group, 1)[:, :ins]
     assert ((values - weight).abs() <= 0.56 * steps).all() and (values[0] - weight[0]).abs().max() <= 0.003
     x = torch.randn(3, ins, dtype=torch.float64)
-    each = torch.tensor([[sum(x[r, i] * ((int(codes[o, i]) - 8) * scales[o, i // group, 0] + scales[o, i // group, 1])
-                              for i in range(ins)) for o in range(outs)] for r in range(3)])  # fmt: skip
-    torch.testing.assert_close(x @ values.T, each, rtol=0, atol=1e-12)
+    each = [(int(codes[o, i]) - 8) * scales[o, i // group, 0] + scales[o, i // group, 1] for o in range(outs) for i in range(ins)]
+    torch.testing.assert_close(x @ values.T, x @ torch.stack(each).view(outs, ins).T, rtol=0, atol=1e-12)
 
 
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -103,11 +101,10 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int8", torch.float32), ("int4", torch.bfloat16)])
 def test_kernels_multiply_as_the_rounded_weights(kind: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters and experts with biases too; a model in float32 is under autocast."""
+    """Adapters too; a model in float32 is under autocast."""
     torch.manual_seed(0)
     cfg, rows = EngineConfig(quantization=kind, quantization_group_size=32), kernel_calls(monkeypatch)
-    experts = {"count": 4, "top_k": 2, "inner": 64, "bias": True, "shared": 32}
-    model = adapt(LLM(LLMConfig(**WIDE, bias=True, experts=experts)).to(dtype).eval(), LoRAConfig(rank=2))
+    model = adapt(LLM(LLMConfig(**WIDE, bias=True)).to(dtype).eval(), LoRAConfig(rank=2))
     layers = QuantizedLayers(model, cfg)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
         for count in (1, 3, 40):
@@ -116,7 +113,7 @@ def test_kernels_multiply_as_the_rounded_weights(kind: Any, dtype: torch.dtype, 
                 nn.init.normal_(parameter, std=0.1)
             overrides = layers.refresh()
             packed = [type(value).__name__ for _, _, value in overrides]
-            assert packed.count("_PackedLinear") == 14 and packed.count("_PackedExperts") == 2
+            assert packed.count("_PackedLinear") == 14
             del rows[:]
             with override_attributes(overrides):
                 actual = model(tokens)
@@ -124,7 +121,6 @@ def test_kernels_multiply_as_the_rounded_weights(kind: Any, dtype: torch.dtype, 
             with override_attributes([each for each in overrides if not isinstance(each[2], nn.Module)]):
                 expected = model(tokens)
             assert 0 < (actual - expected).float().norm() / expected.float().norm() < 0.02 or count == 40
-    assert isinstance(model.model.layers[0].mlp.experts, Experts), "overrides are gone"  # type: ignore[union-attr]
 
 
 def test_errors_name_the_setting() -> None:

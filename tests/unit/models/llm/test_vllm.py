@@ -23,10 +23,10 @@ class TokensPrompt(TypedDict):
 
 class SamplingParams:
     def __init__(
-        self, n: int = 1, temperature: float = 1.0, seed: int | None = None, stop_token_ids: list[int] | None = None,
-        ignore_eos: bool = False, max_tokens: int | None = 16, logprobs: int | None = None, detokenize: bool = True,
+        self, temperature: float = 1.0, seed: int | None = None, stop_token_ids: list[int] | None = None, ignore_eos: bool = False,
+        max_tokens: int | None = 16, logprobs: int | None = None, detokenize: bool = True,
     ) -> None:  # fmt: skip
-        assert logprobs == 0 and ignore_eos and not detokenize and n == 1
+        assert logprobs == 0 and ignore_eos and not detokenize
         self.request = SamplingConfig(most=max_tokens, temperature=temperature), seed or 0, stop_token_ids or ()
 
 
@@ -34,15 +34,12 @@ class FakeLLM:
     """``vllm.LLM``: ``kwargs`` are fields of ``EngineArgs``."""
 
     arguments: Any = None  # of the last one
-    engine_args = {
-        "max_model_len", "block_size", "enable_prefix_caching", "max_num_batched_tokens", "max_num_seqs", "logprobs_mode",
-        "num_gpu_blocks_override", "distributed_executor_backend",
-    }  # fmt: skip
+    engine_args = {"max_model_len", "max_num_batched_tokens", "max_num_seqs", "block_size", "logprobs_mode",
+                   "num_gpu_blocks_override"}  # fmt: skip
 
     def __init__(
-        self, model: str, *, tokenizer: str | None = None, skip_tokenizer_init: bool = False, tensor_parallel_size: int = 1,
-        dtype: str = "auto", quantization: str | None = None, seed: int = 0, gpu_memory_utilization: float = 0.92,
-        enforce_eager: bool = False, **kwargs: Any,
+        self, model: str, *, skip_tokenizer_init: bool = False, tensor_parallel_size: int = 1, dtype: str = "auto",
+        quantization: str | None = None, gpu_memory_utilization: float = 0.92, **kwargs: Any,
     ) -> None:  # fmt: skip
         assert kwargs.keys() <= self.engine_args and skip_tokenizer_init
         memory = {"gpu_memory_utilization": gpu_memory_utilization}
@@ -50,9 +47,8 @@ class FakeLLM:
         self.model, self.is_current = LLM.load(model), True
 
     def generate(
-        self, prompts: Sequence[TokensPrompt], sampling_params: Sequence[SamplingParams], *, use_tqdm: bool = True,
-        lora_request: Any = None, priority: Any = None,
-    ) -> list[Any]:  # fmt: skip
+        self, prompts: Sequence[TokensPrompt], sampling_params: Sequence[SamplingParams], *, use_tqdm: bool = True
+    ) -> list[Any]:
         assert self.is_current and not use_tqdm
         pairs = zip(prompts, sampling_params, strict=True)
         requests = [Request(prompt["prompt_token_ids"], *params.request) for prompt, params in pairs]
@@ -63,14 +59,12 @@ class FakeLLM:
         return outputs
 
     def collective_rpc(self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> list[Any]:
-        assert method == "reload_weights"
-        return [self._reload_weights(*args, **(kwargs or {}))]
+        def reload_weights(weights_iterator: Any = None, weights_path: str = "", is_checkpoint_format: bool = True) -> None:
+            assert is_checkpoint_format
+            self.model, self.is_current = LLM.load(weights_path), False
 
-    def _reload_weights(
-        self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
-    ) -> None:
-        assert weights_path is not None and is_checkpoint_format
-        self.model, self.is_current = LLM.load(weights_path), False
+        assert method == "reload_weights"
+        return [reload_weights(*args, **(kwargs or {}))]
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         self.is_current = True
@@ -140,6 +134,7 @@ def test_what_vllm_would_do_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch
     assert not folder.exists()
 
 
-def test_without_vllm_the_error_names_the_extra() -> None:
+def test_without_vllm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtraError, match=r"generation by vLLM needs vllm: pip install 'hpcai-suite\[vllm\]'"):
         VLLMEngine(new_model())
