@@ -58,12 +58,12 @@ def test_every_yaml_loads() -> None:
 def test_a_run_leaves_a_model_and_a_report(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theme, "DPI", 30)
     run = tmp_path / "run"
-    assert ALIGN.run(data, run, *overrides(data, "train.steps=20")) == 0
+    assert ALIGN.run(data, run, *overrides(data, "train.steps=40", "rollout.epoch=40")) == 0
     events = log.read_metrics(run / "metrics.jsonl")
     rollouts = [event for event in events if event["kind"] == "rollout"]
-    assert [event["step"] for event in rollouts] == [*range(0, 20, 2)] and rollouts[0]["answers"] == 16
+    assert [event["step"] for event in rollouts] == [*range(0, 40, 2)] and rollouts[0]["answers"] == 16
     rewards = metric_by_step(run, "evaluate", "reward")
-    assert [*rewards] == [*range(0, 21, 4)] and rewards[20] > rewards[0] + 0.2
+    assert [*rewards] == [0, 20, 40] and rewards[40] > rewards[0] + 0.2
     train = next(event for event in events if event["kind"] == "train")
     assert {"loss", "reward", "length", "entropy", "kl_k3", "clipped_high"} <= {*train}
     assert run.joinpath("answers.npz").is_file() and len(picture.read(run / "answers.npz").texts) == 6
