@@ -7,12 +7,11 @@
     OUT/demonstrations.jsonl                        "prompt", "answer", for supervised fine-tuning; most answers are wrong
     OUT/pairs.jsonl, validation-pairs.jsonl         "prompt", "chosen", "rejected": a right answer and a wrong one
 
-No prompt is in two files, or twice in one. The files are a function of the options.
+No prompt occurs twice, in one file or in two. The files are a function of the options.
 
-An answer of arithmetic has the sum of each column, from the right, with the digit carried from the column before; then the result:
-``347+586=`` has ``13 13 09 933``. Numbers of carried digits, 0 to 3, are equally frequent. A wrong answer has random sums, or does
-not add carried digits, and what follows agrees with it. Each composition of motifs is equally frequent. A wrong sequence has other
-residues in the motif, or too few of those that the composition needs.
+An answer of arithmetic has the sum of each column, from the right, with the digit carried from the column before, then the result:
+``347+586=`` has ``13 13 09 933``. Its flaws are random sums, and carried digits that are not added. Numbers of carried digits, 0 to
+3, and compositions are equally frequent. Flawed sequences have other residues in the motif, or too few that the composition needs.
 """
 
 import argparse
@@ -108,8 +107,8 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "arithmetic": Task("Sums of two numbers of three digits.", draw_sum, work_out, rewards.arithmetic, 0.35),
-    "motifs": Task("Sequences of amino acids with a motif and a composition.", draw_motif, compose, rewards.motifs, 0.25),
+    "arithmetic": Task("sums of two numbers of three digits", draw_sum, work_out, rewards.arithmetic, 0.35),
+    "motifs": Task("sequences of amino acids with a motif and a composition", draw_motif, compose, rewards.motifs, 0.25),
 }
 
 
@@ -153,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 replace_file(path, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
                 print(f"{path}: {len(rows):,} lines, the first {json.dumps(rows[0])}")
     except (HpcaiError, OSError) as error:
-        system = isinstance(error, OSError)
-        print(f"error: {options.out}: {error.strerror}; choose another OUT" if system else f"error: {error}", file=sys.stderr)
+        text = f"{options.out}: {error.strerror}; choose another OUT" if isinstance(error, OSError) else error
+        print(f"error: {text}", file=sys.stderr)
         return 2
     return 0
 

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from itertools import chain
 
 import pytest
 
@@ -34,7 +33,7 @@ def test_no_prompt_occurs_twice_and_files_follow_from_the_seed(tmp_path, task):
     first, again, other = (make(tmp_path / str(n), task, "--seed", seed) for n, seed in enumerate("112"))
     assert first == again and first["train"] != other["train"]
     assert [len(first[name]) for name in alignment.FILES] == [80, 24, 400, 40, 24]
-    prompts = [row["prompt"] for row in chain.from_iterable(first.values())]
+    prompts = [row["prompt"] for row in sum(first.values(), [])]
     assert len(set(prompts)) == len(prompts)
     for row in first["train"] + first["validation"]:
         assert {name: [value] for name, value in row.items() if name != "prompt"} == columns_of(task, row["prompt"])
@@ -44,8 +43,8 @@ def test_no_prompt_occurs_twice_and_files_follow_from_the_seed(tmp_path, task):
 def test_rewards_judge_demonstrations_and_pairs(tmp_path, task):
     files, reward = make(tmp_path, task), getattr(rewards, task)
 
-    def judge(row, column):
-        return reward([row["prompt"]], [row[column]], **columns_of(task, row["prompt"]))[0]
+    def judge(row, name):
+        return reward([row["prompt"]], [row[name]], **columns_of(task, row["prompt"]))[0]
 
     pairs = files["pairs"] + files["validation-pairs"]
     assert {(judge(row, "chosen"), judge(row, "rejected")) for row in pairs} == {(1, 0)}
