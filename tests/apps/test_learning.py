@@ -36,7 +36,6 @@ from tests.apps import small_apps, universes
 from tests.apps.app_runs import ROOT, metric_by_step
 from tests.reference_data import DATA
 
-
 DPO = ["method=dpo", "train={steps: 300, epochs: null}", "step={lr: 1e-4, schedule: {warmup: 20}}"]
 
 
