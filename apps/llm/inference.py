@@ -127,7 +127,7 @@ def main(args: Any) -> None:
     """Print the frontier for ``args`` of the command line, or published ratios and those planned."""
     machine = replace(find_machine(args.machine), slowdown=args.slower or 1.0)
     if args.check:
-        rows = [asdict(each) for each in check()]
+        rows = check()
         print(json.dumps(rows)) if args.json else print(*_check_lines(rows), sep="\n")
         return
     files = [each for each in args.overrides if each.endswith((".yaml", ".yml"))][:1]
@@ -153,28 +153,15 @@ def main(args: Any) -> None:
         print(f"{gpus:,} GPUs: the weights and one text do not fit their memory")
 
 
-@dataclass(frozen=True)
-class Check:
-    """A published ratio (see ``compare``), and the one planned."""
-
-    model: str
-    machine: str
-    gpus: int
-    what: str
-    published: float
-    planned: float
-
-
-def check() -> list[Check]:
-    """Compare published ratios with those planned, with kernels at the rates of the machine."""
+def check() -> list[dict[str, Any]]:
+    """Return published ratios (see ``compare``) with those planned, with kernels at the rates of the machine."""
     rows = []
     for entry in tomllib.loads(Path(__file__).with_name("published.toml").read_text())["inference"]:
         cfg = config.load(Config, None, ["step.matmul=fp8"])
         cfg = cfg.model_copy(update={"model": LLMConfig.preset(entry["model"])})
         planner = Planner(cfg, find_machine(entry["machine"]), entry["lengths"])
-        names = ("model", "machine", "gpus", "what", "published")
         planned = compare(planner, entry["gpus"], entry["what"], entry.get("degree"))
-        rows.append(Check(**{name: entry[name] for name in names}, planned=planned))
+        rows.append({name: entry[name] for name in ("model", "machine", "gpus", "what", "published")} | {"planned": planned})
     return rows
 
 

@@ -17,7 +17,7 @@ SETTINGS = ["model={width: 4096, layers: 32, heads: 32, key_heads: 8, inner: 143
 
 def test_published_ratios_are_planned_within_a_seventh() -> None:
     rows = check()
-    assert len(rows) == 3 and all(abs(row.planned / row.published - 1) < 1 / 7 for row in rows)
+    assert len(rows) == 3 and all(abs(row["planned"] / row["published"] - 1) < 1 / 7 for row in rows)
 
 
 def test_a_frontier_has_the_best_latency_and_the_best_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
