@@ -1,8 +1,6 @@
 """Fields of files that people have (data_prep.grids), converted to samples with coarse counterparts.
 
-Samples are in the order of time: the first ones train, the last ones are held out. The coarse counterpart is the mean of blocks, or
-a field of another source, which is refused if it does not resemble that mean. A channel of positive values has the logarithm or
-square root after which its distribution is least skewed (data_prep.standardize).
+docs/data.md ("Fields of your own") describes samples, their coarse counterparts, transforms and splits.
 
     "fine" float32 [N, R, *S]   variables of the fine grid that are inputs and not predicted, such as sea surface temperature
     OUT/static.safetensors      "static" float32 [K, *S], fields that all samples share, standardized but for masks of 0 and 1

@@ -12,20 +12,7 @@
                                                    "step" int64 [N], of trajectories, in place of the last two
     OUT/static.safetensors                         of weather: "weights" float32 [C, *S], areas of cells (data_prep.field_pairs)
 
-Matter is the 2LPT of data_prep.universe, in which particles cross where gravity would hold them: right on large scales, too smooth
-inside clusters. Its density is in units of the mean, and a value is (log(density + floor) - mean) / deviation. A value of weather
-is (field - mean) / deviation of the channel; data_prep.atmosphere is kinematic, one balanced instant, and no weather model. ``low``
-is the mean of DENSITY over blocks of ``factor`` cells a side (of the field, for weather, with equal weights), transformed by the
-same logarithm, mean and deviation. The index states all of these, so that every value can be inverted.
-
-Turbulence is of the Navier-Stokes equations (data_prep.turbulence) on a grid twice as fine, of which a cell is the mean of a block.
-What a block averages out and the noise of the forcing leave the next frame undetermined; it correlates by 0.80 with the one before.
-
-Mean and deviation are those of the first 16 universes, moments or trajectories of the training split, rounded to 4 digits: they do
-not change when a set grows, and are the same on any machine. All maps of one universe are in one split. Maps of one universe are
-not independent: they share the parameters, and slabs along two axes share the matter at their crossing.
-
-A file is a pure function of the recipe and its universes: ranks, cores and interruptions change nothing in it.
+docs/data.md ("Fields and their coarse counterparts") describes the fields, their units, transforms and splits.
 
 N rows of a file   C channels   S, s cells per dim   P parameters"""
 

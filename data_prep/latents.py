@@ -17,13 +17,9 @@
     OUT/nothing.npz                       "tokens" [N, J] and "pooled" [J'] of the empty caption; of SDXL zeros, by model_index.json
     OUT/.work                             listings of the samples of the sources; may be deleted
 
-The input of a model is (latent - shift) * scale. The index, ``rows.metadata`` of a reader, has both, sizes, and the identities of
-the networks. Images are resized to cover --size, and cropped at their centre. The samples that are held out are chosen by a
-permutation, a function of the seed. A value is a function of its sample, the networks and the options, to rounding: device and
-batch size may change its last digit.
-
-With --buckets N an image has the size of nearest aspect ratio among those with sides that are multiples of N, at most the area of
---size, and an aspect ratio up to 2 (Podell et al. 2023, section 2.3; as in kohya's scripts). A file has images of one size.
+The input of a model is (latent - shift) * scale; the index has both. docs/data.md ("Latents of images, vectors of captions")
+describes sources, sizes, buckets (Podell et al. 2023, section 2.3; as in kohya's scripts) and pipelines. A value is a function of
+its sample, the networks and the options, to rounding: device and batch size may change its last digit.
 
 R rows of a file   L channels of a latent   h w its pixels   N tokens of J elements   J' elements of a pooled text vector
 """

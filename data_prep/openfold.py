@@ -21,17 +21,8 @@
 
 Datasets of shape [A], [L], [H] or [P] hold the chains concatenated; "residues", "letters", "hits" and "places" are their lengths.
 
-convert reads a folder of mmCIF and PDB files (.cif, .pdb, .ent, also .gz) at any depth, and a folder of alignments with one folder
-per chain: its a3m folder in OpenProteinSet, or .a3m and .sto files. Names of entries are case-insensitive (5zyh_A, 5ZYH_A), names
-of chains are not. A chain without a folder uses that of a duplicate (--duplicates), otherwise its own sequence is its only row.
-Chains whose alignment is unreadable or has another sequence are left out and listed. The filters are those of MLPerf HPC. Clusters
-are the lines of --clusters; without it each distinct sequence is a cluster, which gives close relatives too much weight. A letter
-takes 2 bytes on disk and a residue 482; --most bounds the number of letters.
-
-Templates are the hits of .hhr files: of the hhr folder of OpenProteinSet, or beside the .a3m files. Any chain of --structures can
-be a template, also one that the filters exclude as a sample. hpcai.models.openfold.templates defines which hits count: none of the
-chain's own entry, no duplicate of it, and only structures released 60 days before it (a chain without a date takes all). Hits that
-are unreadable or have another sequence only cost the chain its templates, and are listed."""
+apps/openfold/README.md ("From a download to a first step") describes what convert reads, and hpcai.models.openfold.templates which
+hits count as templates. A letter takes 2 bytes on disk and a residue 482; --most bounds the number of letters."""
 
 import argparse
 import re

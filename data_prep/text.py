@@ -16,12 +16,8 @@
     OUT/skipped.json                location and reason for each unusable document
     OUT/.work                       tokenizer, and tokens of each shard of the sources, by settings, for resumption; may be deleted
 
-The split of a document is decided by a hash of its group: its file, with --group folder the folder of the file, for lines and rows
-the field that --group names, or the document itself. More files thus move no document to the other split, and duplicates of a line
-or row are in the same split. Of fewer than ten files, none of which the hash holds out, the last part of each is validation; of
-lines and rows, those with the next hashes if they are less than one row. Documents are shuffled by a permutation of their indices,
-a function of the seed: memory grows with the number of documents (some 100 bytes each), not with the text. The output is a pure
-function of sources and options; ranks, processes and interruptions do not change it.
+docs/data.md ("Text") describes documents, splits and answers. The output is a pure function of sources and options; ranks,
+processes and interruptions do not change it.
 """
 
 import argparse
