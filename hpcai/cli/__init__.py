@@ -15,6 +15,7 @@ from hpcai.stop import end_in_one_line, ignore_broken_pipe, interrupt_imports
 interrupt_imports("hpcai")
 
 _TABLES = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+_TYPES = {"int": int, "float": float, "path": Path}
 COMMANDS, DATA_COMMANDS, _ADVICE = (_TABLES[name] for name in ("hpcai", "data", "advice"))
 
 
@@ -35,10 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def make_parser(command: str, text: str | None) -> argparse.ArgumentParser:
-    """Return the parser of ``hpcai COMMAND``. Its description is ``text``, the docstring of a module, with its line breaks."""
+def make_parser(command: str, text: str | None, options: str = "", **names: object) -> argparse.ArgumentParser:
+    """Return the parser of ``hpcai COMMAND``, with its arguments in options.toml, or those of ``options`` there. Its description is
+    ``text``, the docstring of a module, with its line breaks. ``names`` fill in help texts."""
     formatter = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=f"hpcai {command}", description=text, formatter_class=formatter)
+    parser = argparse.ArgumentParser(prog=f"hpcai {command}", description=text, formatter_class=formatter)
+    tables = tomllib.loads(Path(__file__).with_name("options.toml").read_text(encoding="utf-8"))
+    for flags, kwargs in tables[options or command].items():
+        kwargs |= {"type": _TYPES[kwargs["type"]]} if "type" in kwargs else {}
+        parser.add_argument(*flags.split(), **kwargs | {"help": kwargs.get("help", "").format(**names) or None})
+    return parser
 
 
 def run_command(name: str, commands: Mapping[str, str], args: Sequence[str]) -> int:

@@ -17,12 +17,6 @@ from hpcai.errors import ConfigError
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("ablate", __doc__)
-    parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file benchmarks.py")
-    parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="steps of a run, which includes an evaluation (4; on a GPU 8)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="measure only these switches; the others stay off")
-    parser.add_argument("--json", action="store_true", help="print only JSON")
     args = parser.parse_intermixed_args(argv)
     if args.repeats < 1 or args.steps == 0:
         parser.error("--repeats and --steps are at least 1")

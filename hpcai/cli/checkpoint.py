@@ -14,9 +14,6 @@ from hpcai.log import format_bytes
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("checkpoint", __doc__)
-    parser.add_argument("action", choices=["show", "export"])
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="output of export, such as model.safetensors")
     args = parser.parse_args(argv)
     if (args.file is None) != (args.action == "show"):
         parser.error("export takes a FILE to write, and show takes none")

@@ -80,8 +80,8 @@ class Job:
 def main(argv: Sequence[str]) -> int:
     if line := next((arg for arg in (*argv, os.getcwd()) if CONTROL.search(arg)), None):
         raise ConfigError(f"{line!r}: contains a control character; write it without")
-    args = _parse_args(argv)
-    job = build_job(args)
+    parser = make_parser("job", __doc__, sites=", ".join(list_sites()), stop=_STOP_BEFORE)
+    job = build_job(args := parser.parse_intermixed_args(argv))
     text = render(job.site, _scheduler_options(job), _shell_lines(job), shlex.join(["hpcai", "job", *argv]))
     problems = check_paths(job)
     if args.submit:
@@ -103,31 +103,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"hpcai job: {line}", file=sys.stderr)
     print(text, end="")
     return 0
-
-
-def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("job", __doc__)
-    add = parser.add_argument
-    add("app", metavar="APP", help="a folder of apps/")
-    add("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the run")
-    add("--site", required=True, metavar="SITE", help=f"{', '.join(list_sites())}, or a file of your own")
-    add("--nodes", required=True, type=int, metavar="N")
-    add("--per-node", type=int, metavar="N", help="processes per node (default: the site's number, one per GPU)")
-    add("--time", metavar="T", help="limit: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S (as Slurm writes it)")
-    add("--stop-before", type=int, metavar="SECONDS", help=f"before the limit: a checkpoint and a stop ({_STOP_BEFORE})")
-    add("--account", metavar="A", help="project to charge")
-    add("--partition", "--queue", dest="queue", metavar="Q")
-    add("--option", action="append", default=[], metavar="TEXT", help="another option of the scheduler: --option=--reservation=x")
-    add("--power-cap", type=int, metavar="W", help="power limit of each GPU of the job, in watts")
-    add("--container", metavar="FILE", help="image to run in")
-    add("--stage", metavar="FOLDER", help="on every node's local disk, to which data.directory is copied first ('$TMPDIR/data')")
-    add("--environment", metavar="FILE", help="archive of a Python environment, broadcast to every node by sbcast")
-    add("--environment-at", metavar="FOLDER", help="a new folder on each node to unpack it to (default: one per job)")
-    add("--chain", type=int, metavar="N", help="jobs in sequence, instead of one that is requeued")
-    add("--array", action="append", default=[], metavar="KEY=VALUES", help="a run for each value: seed=0-7, step.lr=1e-3,2e-3")
-    add("--any-directory", action="store_true", help="the run's directory is shared, although its path looks node-local")
-    add("--submit", action="store_true", help="submit the script, and print the job ids")
-    return parser.parse_intermixed_args(list(argv))
 
 
 def build_job(args: argparse.Namespace) -> Job:

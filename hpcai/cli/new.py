@@ -28,10 +28,7 @@ _BLOCK = re.compile(r"^`([\w/.]+\.(?:py|yaml))`\n\n```(?:python|yaml)\n(.*?)^```
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = make_parser("new", __doc__)
-    parser.add_argument("name", metavar="NAME", help="of the model, such as two_body; its class is then TwoBody")
-    parser.add_argument("--into", type=Path, metavar="DIR", help="default: the checkout around the current folder, or this folder")
-    args = parser.parse_args(argv)
+    args = make_parser("new", __doc__).parse_args(argv)
     name, checkout = args.name, None if SUITE.is_dir() else ROOT
     root = (args.into or (checkout if checkout and Path.cwd().is_relative_to(checkout) else Path.cwd())).resolve()
     if not re.fullmatch("[a-z][a-z0-9_]{0,23}", name) or iskeyword(name):  # no line of the files becomes too long

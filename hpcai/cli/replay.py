@@ -36,11 +36,7 @@ FAILED_AGAIN, SUCCEEDED = 3, 4  # exit codes of the app: the step is non-finite 
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = make_parser("replay", __doc__)
-    parser.add_argument("bundle", type=Path, metavar="RUN/failure-...", help="a folder written by a failed run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changed settings, such as data.directory")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="scratch folder, shared by all processes (BUNDLE/replay)")
-    args = parser.parse_intermixed_args(argv)
+    args = make_parser("replay", __doc__).parse_intermixed_args(argv)
 
     from hpcai.train.flight_recorder import read_bundle  # imports torch
 

@@ -23,15 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = make_parser("data stage", __doc__)
-    parser.add_argument("source", type=Path, help="a folder on a shared file system")
-    parser.add_argument("target", help="a folder on the local disk of each node; $NAMES are expanded on each node")
-    parser.add_argument("--shards", type=int, default=1, help="groups of nodes to shard the data over (1: every node holds all)")
-    parser.add_argument("--no-verify", action="store_true", help="do not verify SHA-256")
-    parser.add_argument("--block", type=int, default=16, metavar="MIB", help="size of reads, broadcasts and writes (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--node", default="", help="name of this node, if host names are not unique; $NAMES as above")
-    args = parser.parse_args(argv)
+    args = make_parser("data stage", __doc__).parse_args(argv)
 
     from hpcai.data.stage import stage_in
     from hpcai.dist import start

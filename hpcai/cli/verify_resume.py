@@ -61,11 +61,6 @@ class Verdict(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("verify-resume", __doc__)
-    parser.add_argument("app", metavar="APP", help="a folder of apps/")
-    parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of a run that takes seconds")
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1], metavar="N", help="numbers of processes, one per start")
-    parser.add_argument("--seed", type=int, default=0, help="of the random instants")
     args = parser.parse_intermixed_args(argv)
     if args.kills < 1 or min(args.ranks) < 1:
         parser.error("--kills and --ranks are at least 1")

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.cli.bench.timing import Row, alternate, machine_info, make_parser, peak_mb, print_results, run_in_subprocess, synchronize
+from hpcai.cli import make_parser
+from hpcai.cli.bench.timing import Row, alternate, machine_info, peak_mb, print_results, run_in_subprocess, synchronize
 from hpcai.cli.benchmarks import Implementation, Workload, find_workload, torch_optimizer
 from hpcai.errors import ConfigError
 from hpcai.train import rng
@@ -47,13 +48,8 @@ class AppBenchmark:
 
     def __init__(self, name: str, workload: Workload, argv: Sequence[str]) -> None:
         self.name, self.workload, self.on_gpu = name, workload, torch.cuda.is_available()
-        parser = make_parser(name, __doc__)
-        parser.add_argument("items", nargs="*", metavar="PART|key=value", help=f"parts are {', '.join(PARTS)}")
-        parser.add_argument("--repeats", type=int, default=3, help="measured steps of each implementation")
-        parser.add_argument("--precision", nargs="+", choices=("auto", "fp32", "bf16", "bf16-params"),
-                          default=["bf16" if self.on_gpu else "fp32"])  # fmt: skip
-        parser.add_argument("--peers", action="store_true", help="also measure public packages")
-        parser.add_argument("--peak", metavar="FORM", help="measure peak memory of one implementation, in this process")
+        parser = make_parser(f"bench {name}", __doc__, "bench APP", parts=", ".join(PARTS))
+        parser.set_defaults(precision=["bf16" if self.on_gpu else "fp32"])
         self.args = parser.parse_intermixed_args(argv)
         parts = [arg for arg in self.args.items if "=" not in arg]
         if unknown := [part for part in parts if part not in PARTS]:

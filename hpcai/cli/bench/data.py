@@ -28,7 +28,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hpcai import dist
-from hpcai.cli.bench.timing import Row, machine_info, make_parser, parse_parts, print_results
+from hpcai.cli import make_parser
+from hpcai.cli.bench.timing import Row, machine_info, parse_parts, print_results
 from hpcai.cli.check.disk import evict
 from hpcai.data import Loader, Reader, Rows
 from hpcai.data.splits import Samples
@@ -40,12 +41,8 @@ _SAMPLES: Sequence[tuple[Shape, str]] = (((128, 128, 128, 4), "int16"), ((768, 1
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = make_parser("data", __doc__)
-    parser.add_argument("--directory", type=Path, default=Path("."), help="a folder on the disk to measure")
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the temporary data")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=4, help="reads in flight, and workers of the other loaders")
     measure = {"direct": _direct, "peers": _peers}
+    parser = make_parser("bench data", __doc__, parts=", ".join(measure))
     args = parse_parts(parser, list(measure), argv)
     args.bytes = int(args.gib * GIB)
     torch.set_num_threads(1)

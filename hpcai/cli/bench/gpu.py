@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from hpcai import dist
+from hpcai.cli import make_parser
 from hpcai.cli.bench import timing
-from hpcai.cli.bench.timing import Row, make_parser, parse_parts, print_tables, run_in_subprocess
+from hpcai.cli.bench.timing import Row, parse_parts, print_tables, run_in_subprocess
 
 PARTS = {"apps": "gpu_steps", "kernels": "gpu_kernels"}
 _COLUMNS = (  # columns of a table; the JSON has all keys
@@ -27,14 +28,7 @@ _COLUMNS = (  # columns of a table; the JSON has all keys
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = make_parser("gpu", __doc__)
-    parser.add_argument("--case", nargs="+", metavar="NAME", help="measure only these cases, in this process")
-    parser.add_argument("--list", metavar="PART", choices=PARTS, help="print the names of a part's cases, one per line")
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these variants of a step, or kernel implementations")
-    parser.add_argument("--tiny", action="store_true", help="sizes that take seconds; always on without a GPU")
-    parser.add_argument("--repeats", type=int, default=5, help="measured windows of each row")
-    parser.add_argument("--seconds", type=float, default=20.0, help="after this time two windows of a row are enough")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which the process of a case is killed")
+    parser = make_parser("bench gpu", __doc__, parts=", ".join(PARTS))
     args = parse_parts(parser, list(PARTS), argv)
     args.tiny = args.tiny or not torch.cuda.is_available()
     if args.list:

@@ -25,7 +25,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hpcai import cli
 from hpcai.cli import tables
 from hpcai.host_limits import read_text
 from hpcai.kernels import triton_support
@@ -238,15 +237,8 @@ def _last_json(output: str) -> Row:
     return {}
 
 
-def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
-    parser = cli.make_parser(f"bench {name}", text)
-    parser.add_argument("--json", action="store_true", help="print only JSON")
-    return parser
-
-
 def parse_parts(parser: argparse.ArgumentParser, known: Sequence[str], argv: Sequence[str]) -> Any:
     """Return the arguments with ``parts``; the default is all known parts."""
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(known)}; all of them if none is given")
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.parts) - set(known)):
         parser.error(f"there is no part {unknown[0]!r}; expected some of {', '.join(known)}")

@@ -8,7 +8,6 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcai import log
@@ -25,7 +24,10 @@ _OWN_ARGUMENTS = ("directory", "strict", "json", "index")
 
 
 def main(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    parser = make_parser("data check", __doc__)
+    parser.add_argument("--range", dest="ranges", type=_range, action="append", default=[], metavar="FIELD=LOW:HIGH",
+                        help="allowed values; either bound may be omitted")  # fmt: skip
+    args = parser.parse_args(argv)
     with redirect_stdout(sys.stderr if args.json == "-" else sys.stdout):
         try:
             outcome = _check(args)
@@ -51,26 +53,6 @@ def _check(args: argparse.Namespace) -> "Outcome":
             print(*(printable(f"index: {line}") for line in write_indexes(folder, outcome, progress=progress)), sep="\n")
             outcome = check_dataset(folder, options, progress=progress)
     return outcome
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("data check", __doc__)
-    add = parser.add_argument
-    add("directory", metavar="DIR", type=Path, help="a data set: a folder with train, validation and test, or with *.h5 and *.npy")
-    add("--quick", action="store_true", help="check only sizes and headers, no content")
-    allowed = "allowed values; either bound may be omitted"
-    add("--range", dest="ranges", type=_range, action="append", default=[], metavar="FIELD=LOW:HIGH", help=allowed)
-    add("--world", type=int, metavar="N", help="processes of the job")
-    add("--batch", type=int, metavar="B", help="samples per step, over all processes")
-    add("--step-time", type=float, metavar="SECONDS", help="time of a step excluding data loading; needs --batch")
-    add("--nodes", type=int, default=1, metavar="N", help="nodes that share the reads (1)")
-    add("--seconds", type=float, default=3.0, help="time to measure each read mode (3); 0 for none")
-    add("--threads", type=int, default=4, metavar="N", help="files checked concurrently (4)")
-    add("--strict", action="store_true", help="warnings count as errors")
-    add("--json", metavar="FILE", help="write findings and figures as JSON; - is standard output")
-    add("--index", action="store_true", help="write index.json if it is missing, and a table of the layouts of files, with which "
-                                             "jobs open only files that they read; then check again")  # fmt: skip
-    return parser
 
 
 def _range(text: str) -> tuple[str, tuple[float | None, float | None]]:

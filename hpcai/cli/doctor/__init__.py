@@ -37,13 +37,7 @@ LAUNCHER_VARIABLES = re.compile(
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = make_parser("doctor", __doc__)
-    parser.add_argument("--ranks", action="store_true", help="check the job that this process is a rank of")
-    job = parser.add_argument_group("with --ranks")
-    job.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="the folder of a run (the current one)")
-    job.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    job.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="time limit, enforced even if a rank hangs (60)")
-    args = parser.parse_args(argv)
+    args = make_parser("doctor", __doc__).parse_args(argv)
     if args.ranks:
         return _check_ranks(args)
     print(*tables.lines(installation()), sep="\n")

@@ -16,7 +16,6 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcai.cli import apps, make_parser, tables
@@ -67,21 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse_args(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("plan", __doc__)
-    parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file plan.py")
-    parser.add_argument("overrides", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
-    parser.add_argument("--machine", default="h100", help=f"one of {', '.join(MACHINES)}")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 2048], metavar="N", help="numbers of training GPUs")
-    parser.add_argument("--search", action="store_true", help="find the fastest mesh of each number of GPUs")
-    parser.add_argument("--ways", type=int, nargs="+", metavar="N", help="processes over which a sample is split along one axis")
-    parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="additional GPUs that only evaluate")
-    parser.add_argument("--slower", type=float, metavar="FACTOR", help="slowdown of kernels relative to the machine's rates")
-    parser.add_argument("--measured", type=float, metavar="SECONDS", help="of a step of one sample on one GPU of --machine")
-    parser.add_argument("--check", action="store_true", help="predict published results")
-    parser.add_argument("--inference", action="store_true", help="plan the generation of texts, not a training")
-    parser.add_argument("--lengths", type=int, nargs=2, default=(2048, 128), metavar="N", help="tokens of a prompt, and new ones")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="of latency and throughput, with --inference")
-    parser.add_argument("--json", action="store_true", help="print only JSON")
+    parser = make_parser("plan", __doc__, machines=", ".join(MACHINES))
     args = parser.parse_intermixed_args(argv)
     counts, factors = (*args.gpus, *args.lengths, *(args.ways or [1])), (args.slower or 1, args.measured or 1)
     if min(counts) < 1 or args.evaluate < 0 or min(factors) <= 0:

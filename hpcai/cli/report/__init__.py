@@ -1,13 +1,13 @@
 """`hpcai report RUN`: render a run's directory as one self-contained page, RUN/report.html, with its plots in RUN/plots. `hpcai
 report RUN RUN ...`: compare runs on one page: different settings, results, and overlaid curves."""
 
-import argparse
 import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcai.cli import make_parser
 from hpcai.errors import DataError
 from hpcai.json_file import check_fields
 from hpcai.lazy import attach
@@ -70,11 +70,7 @@ def _render(left_out: list[str], plot: "Plot") -> list[tuple[bytes, bytes]] | No
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="hpcai report", description=__doc__)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=f"directory of a run, which contains {METRICS}")
-    output = f"page of several runs ({FILE} in their common parent folder)"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser = make_parser("report", __doc__, metrics=METRICS, page=FILE)
     args = parser.parse_args(argv)
     runs = _run_folders(args.runs)
     if len(runs) == 1 and args.output is not None:
