@@ -61,8 +61,9 @@ class QuantizedLayers:
             if name and weight.packed:
                 overrides.append((part, name, _PackedLinear(weight)))
         if is_first and not any(weight.packed for *_, weight in self._weights):
+            dtype = str(self.dtype).removeprefix("torch.")
             logger.warning("engine.quantization is %s, for which torch has no kernel in %s with these sizes on this device: "
-                           "weights are rounded, and nothing is faster", self.cfg.quantization, self.dtype)  # fmt: skip
+                           "weights are rounded, and nothing is faster", self.cfg.quantization, dtype)  # fmt: skip
         return overrides
 
 

@@ -1,8 +1,7 @@
 """vLLM (Kwon et al. 2023) as the generation engine of a model, by the Python interface of version 0.33.
 
     engine = VLLMEngine(model, EngineConfig(max_num_seqs=256), gpu_memory_utilization=0.4)
-    for tokens, log_probs in engine.generate(prompts, SamplingConfig(temperature=1.0), range(len(prompts)), stop={2}):
-        ...
+    pairs = engine.generate(prompts, SamplingConfig(temperature=1.0), seeds=range(len(prompts)), stop={2})
     engine.update(model)                                   # after a step of training
 """
 
@@ -35,7 +34,8 @@ class VLLMEngine:
     of Hugging Face has."""
 
     def __init__(self, model: LLM, cfg: EngineConfig | None = None, folder: str | Path | None = None, **kwargs: Any) -> None:
-        self._vllm, self.cfg = import_optional("vllm", "generation by vLLM needs", "vllm"), cfg or EngineConfig()
+        self._vllm = import_optional("vllm", "generation by vLLM needs", "vllm")
+        self.cfg, self.model_cfg = cfg or EngineConfig(), model.cfg
         if self.cfg.quantization not in _QUANTIZATION:
             problem = f"engine.quantization is {self.cfg.quantization}, to which vLLM rounds no weights that it reads"
             raise ConfigError(f"{problem}: expected one of {', '.join(_QUANTIZATION)}")
@@ -45,12 +45,11 @@ class VLLMEngine:
         settings = {name: getattr(self.cfg, name) for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")}
         if self.cfg.cache_tokens is not None:
             settings["num_gpu_blocks_override"] = self.cfg.cache_tokens // self.cfg.block_size
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         self._llm = self._vllm.LLM(**settings | {
-            "model": str(self.folder), "skip_tokenizer_init": True, "dtype": dtype, "max_model_len": model.cfg.max_length,
-            "quantization": _QUANTIZATION[self.cfg.quantization], "logprobs_mode": "processed_logprobs", **kwargs,
+            "model": str(self.folder), "skip_tokenizer_init": True, "max_model_len": model.cfg.max_length,
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "logprobs_mode": "processed_logprobs",
+            "quantization": _QUANTIZATION[self.cfg.quantization], **kwargs,
         })  # fmt: skip
-        self.model_cfg = model.cfg
 
     def generate(
         self, prompts: Sequence[Sequence[int]], cfg: SamplingConfig, seeds: Sequence[int], stop: Collection[int]
@@ -63,11 +62,10 @@ class VLLMEngine:
         check_prompts(prompts, self.model_cfg.vocabulary, self.model_cfg.max_length)
         params = [
             self._vllm.SamplingParams(temperature=cfg.temperature, max_tokens=cfg.most, seed=seed, stop_token_ids=[*stop],
-                                      ignore_eos=True, logprobs=0, detokenize=False)
-            for seed in seeds
+                                      ignore_eos=True, logprobs=0, detokenize=False) for seed in seeds
         ]  # fmt: skip
         inputs = [self._vllm.TokensPrompt(prompt_token_ids=[*prompt]) for prompt in prompts]
-        results = [request.outputs[0] for request in self._llm.generate(inputs, params, use_tqdm=False)]
+        results = [x.outputs[0] for x in self._llm.generate(inputs, params, use_tqdm=False)]
         return [([*x.token_ids], [each[token].logprob for token, each in zip(x.token_ids, x.logprobs)]) for x in results]
 
     def update(self, model: LLM) -> None:
