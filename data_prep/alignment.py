@@ -32,7 +32,8 @@ from hpcai.errors import HpcaiError
 from hpcai.programs import command_of
 from hpcai.stop import end_in_one_line
 
-Row, Random = dict[str, Any], np.random.Generator
+Row = dict[str, Any]
+Random = np.random.Generator
 FILES = "train", "validation", "demonstrations", "pairs", "validation-pairs"
 MAX_PROMPTS = 300_000
 COMPOSITIONS = {"hydrophobic>=40%": rewards.HYDROPHOBIC, "hydrophobic>=60%": rewards.HYDROPHOBIC,

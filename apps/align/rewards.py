@@ -35,7 +35,8 @@ def motif_pattern(motif: str) -> re.Pattern[str]:
     """Return the regular expression of a motif."""
     if re.fullmatch(f"{_ELEMENT}(?:-{_ELEMENT})*", motif) is None:
         raise DataError(f"motif {motif!r}: expected residues, x, [ST] or {{P}}, any with a number as in x(2), and - between them")
-    return re.compile(motif.translate(str.maketrans({"-": "", "x": ".", "{": "[^", "}": "]", "(": "{", ")": "}"})))
+    table: dict[str, Any] = {"-": "", "x": ".", "{": "[^", "}": "]", "(": "{", ")": "}"}
+    return re.compile(motif.translate(str.maketrans(table)))
 
 
 def has_composition(sequence: str, composition: str) -> bool:
