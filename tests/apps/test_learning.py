@@ -36,7 +36,8 @@ from tests.apps import small_apps, universes
 from tests.apps.app_runs import ROOT, metric_by_step
 from tests.reference_data import DATA
 
-DPO = ["method=dpo", "train={steps: 300, epochs: null}", "step={lr: 1e-4, schedule: {warmup: 20}}"]
+DPO = ["method=dpo", "preference={beta: 0.3, sft: 0.2}", "train.steps=128", "train.epochs=null", "step.lr=3e-4",
+       "step.schedule={warmup: 10, decay: linear}"]  # fmt: skip
 
 
 def claim(test: Callable[..., None]) -> Callable[..., None]:

@@ -58,14 +58,14 @@ class Critic(LLM):
 class Part:
     """The policy or the critic of an ``ActorCritic``. All attributes are its own."""
 
-    def __init__(self, whole: nn.Module, name: str) -> None:
-        self.whole, self.name = whole, name
+    def __init__(self, actor_critic: nn.Module, name: str) -> None:
+        self.actor_critic, self.name = actor_critic, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.whole(self.name, *args, **kwargs)
+        return self.actor_critic(self.name, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(self.whole, self.name), name)
+        return getattr(getattr(self.actor_critic, self.name), name)
 
 
 class ActorCritic(PretrainedMixin):
