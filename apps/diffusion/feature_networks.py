@@ -92,13 +92,11 @@ class Clip:
         x = functional.interpolate(images, (height, width), mode="bicubic", antialias=True).clamp(0, 1)
         top, left = (height - self.side) // 2, (width - self.side) // 2
         x = (x[:, :, top : top + self.side, left : left + self.side] - self.mean) / self.deviation
-        embeddings: Tensor = self.network.visual_projection(self.network.vision_model(pixel_values=x).pooler_output)
-        return embeddings
+        return self.network.visual_projection(self.network.vision_model(pixel_values=x).pooler_output)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         """Embed texts, truncated to the maximum length.   B texts -> [B, J]"""
         kwargs: dict[str, Any] = {"padding": True, "truncation": True, "max_length": self.length, "return_tensors": "pt"}
         inputs = self.tokenizer(list(texts), **kwargs).to(self.device)
         inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        embeddings: Tensor = self.network.text_projection(self.network.text_model(**inputs).pooler_output)
-        return embeddings
+        return self.network.text_projection(self.network.text_model(**inputs).pooler_output)

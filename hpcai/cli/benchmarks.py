@@ -253,8 +253,7 @@ def read_published(declaration: object) -> dict[str, Any]:
 
 def find_workload(name: str) -> Workload:
     """Return the benchmarks that the app declares. Raises ConfigError, which lists the apps that declare any."""
-    workload: Workload = apps.require_module(name, "benchmarks").Benchmark()
-    return workload
+    return apps.require_module(name, "benchmarks").Benchmark()
 
 
 def loop_switches(cfg: Any, mesh: Mesh, compile_scope: str) -> list[Switch]:
@@ -297,8 +296,7 @@ def torch_optimizer(model: nn.Module, cfg: StepConfig, decays: AbstractSet[str])
     if cfg.optimizer == "sgd":
         kwargs = {"momentum": cfg.momentum, "nesterov": cfg.nesterov}
     groups = [{"params": [p], "weight_decay": cfg.weight_decay * (name in decays)} for name, p in model.named_parameters()]
-    optimizer: torch.optim.Optimizer = TORCH_OPTIMIZERS[cfg.optimizer](groups, lr=cfg.lr, foreach=False, fused=False, **kwargs)
-    return optimizer
+    return TORCH_OPTIMIZERS[cfg.optimizer](groups, lr=cfg.lr, foreach=False, fused=False, **kwargs)
 
 
 class Training:

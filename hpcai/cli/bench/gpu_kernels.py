@@ -99,8 +99,7 @@ def _compiler(function: Function) -> Any:
 def _compiled(function: Function, *inputs: Any) -> Tensor:
     if not inputs[0].is_cuda:
         raise LeftOutError(f"there is no GPU: this process computes on {inputs[0].device.type}")
-    out: Tensor = _compiler(function)(*inputs)
-    return out
+    return _compiler(function)(*inputs)
 
 
 # ---- inputs
@@ -182,8 +181,7 @@ def _meta_module(kind: Callable[[int], nn.Module], channels: int) -> nn.Module:
 
 
 def _norm_module(kind: Callable[[int], nn.Module], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    out: Tensor = torch.func.functional_call(_meta_module(kind, x.shape[1]), {"weight": weight, "bias": bias}, (x,))
-    return out
+    return torch.func.functional_call(_meta_module(kind, x.shape[1]), {"weight": weight, "bias": bias}, (x,))
 
 
 # ---- experts
@@ -283,8 +281,7 @@ def _optimizer(name: str, ours: Function, moments: int, passes: int = 1, **peers
 
 def _random(name: str, function: Any, torch_function: Function) -> Kernel:
     def ours(out: Tensor) -> Tensor:
-        result: Tensor = function(7, 0, len(out), out=out)
-        return result
+        return function(7, 0, len(out), out=out)
 
     return Kernel(
         name, lambda draw, n: [torch.empty(n, device=draw.device)], ours, ours, {"torch": torch_function},

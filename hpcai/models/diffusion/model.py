@@ -79,8 +79,7 @@ class Diffusion(PretrainedMixin):
         return self
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = UNCONDITIONAL) -> Tensor:
-        prediction: Tensor = self.network(x, time, condition)
-        return prediction
+        return self.network(x, time, condition)
 
     def sample(
         self, condition: Condition = UNCONDITIONAL, members: int = 1, *, seed: int = 0, sampler: SamplerConfig | None = None,

@@ -112,8 +112,7 @@ def _sample_errors(model: Any, batch: Batch, counter: tuple[int, int, Tensor | i
     noisy, weights = model.objective.add_noise(x0, noise, time), model.loss_weights(x0, batch.shift)
     complete = model.with_static(condition, len(x0), batch.shift)
     output = model(model.fill_masked(noisy.input, batch.shift), noisy.time, complete)
-    errors: Tensor = model.objective.loss(output, noisy, model.grid, weights)
-    return errors
+    return model.objective.loss(output, noisy, model.grid, weights)
 
 
 def _to_normal(uniform: Tensor) -> Tensor:

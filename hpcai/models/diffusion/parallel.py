@@ -138,14 +138,12 @@ class _ShardedAttention(SpatialLayer):
     """Attention of local queries to all keys and values, which are gathered in one all-gather."""
 
     def spatial_shape(self, x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
-        sizes: Sequence[int] = args[2]
-        return sizes
+        return args[2]
 
     def forward_shard(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         k, v, sizes = args
         kv = to_tokens(self.partition.gather(from_tokens(torch.cat((k, v), -1), sizes), size))
-        y: Tensor = super(SpatialLayer, self).forward(x, *kv.chunk(2, -1), size)
-        return y
+        return super(SpatialLayer, self).forward(x, *kv.chunk(2, -1), size)
 
 
 def _shard_pixels(network: UNet, mesh: Mesh, size: Sequence[int]) -> None:

@@ -37,8 +37,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = _EPS) -> Tens
     shift, scale = shift[:, None], scale[:, None]
     if needs_plain_ops():
         return (F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift).to(_autocast_dtype(x))
-    y: Tensor = _Modulate.apply(x, shift, scale, eps, _autocast_dtype(x))
-    return y
+    return _Modulate.apply(x, shift, scale, eps, _autocast_dtype(x))
 
 
 class _Modulate(torch.autograd.Function):

@@ -74,8 +74,7 @@ class Level(nn.Module):
 
     def run(self, part: nn.Module, *args: Tensor | None) -> Tensor:
         """Return ``part(*args)``, with recomputation in the backward pass."""
-        y: Tensor = run_block(part, self.recompute, *args)
-        return y
+        return run_block(part, self.recompute, *args)
 
 
 class DownLevel(Level):
