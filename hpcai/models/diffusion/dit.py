@@ -91,8 +91,7 @@ class DiT(PretrainedMixin):
             raise DataError(f"DiT: samples are {list(x.shape)}, {expected}; crop them, or set size")
         if condition.classes is None:
             condition = condition._replace(classes=torch.full((len(x),), cfg.classes, device=x.device))
-        check_inputs(self, x, time, condition, {"classes": ()})
-        classes: Tensor = condition.classes  # type: ignore[assignment]
+        (classes,) = check_inputs(self, x, time, condition, {"classes": ()})
         if self.training and cfg.dropout:
             classes = classes.where(torch.rand(len(x), device=x.device) >= cfg.dropout, cfg.classes)
         embedded, y = sinusoidal_embedding(time, TIME_CHANNELS, x.dtype, TIME_CHANNELS // 2 - 1), self.pos_embed(x)

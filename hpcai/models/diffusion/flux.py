@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
-from hpcai.models.diffusion.blocks import sinusoidal_embedding
+from hpcai.models.diffusion.blocks import from_tokens, sinusoidal_embedding, to_tokens
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import TIME_CHANNELS, FluxConfig
 from hpcai.models.diffusion.transformer import (
@@ -74,9 +74,8 @@ class Flux(PretrainedMixin):
             expected = f"expected [B, {cfg.inputs // 4}, H, W] with even H and W"
             raise DataError(f"Flux: samples are {list(x.shape)}, {expected}; pad or crop them")
         guided = {"guidance": ()} if cfg.guidance else {}
-        check_inputs(self, x, time, condition, {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,), **guided})
-        tokens: Tensor = condition.tokens  # type: ignore[assignment]
-        pooled: Tensor = condition.pooled  # type: ignore[assignment]
+        needs: dict[str, tuple[int | str, ...]] = {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,), **guided}
+        tokens, pooled, *_ = check_inputs(self, x, time, condition, needs)
         (rows, columns), count = (n // 2 for n in x.shape[2:]), tokens.shape[1]
         scalars = time, condition.guidance
         t, g = (None if s is None else sinusoidal_embedding(s, TIME_CHANNELS, x.dtype, scale=FLOW_SCALE) for s in scalars)
@@ -89,17 +88,12 @@ class Flux(PretrainedMixin):
         for block in self.single_transformer_blocks:
             y = run_block(block, cfg.recompute, y, c, rotary)
         scale, shift = self.norm_out(c)  # in this order here only
-        return unpack_latents(self.proj_out(modulate(y[:, count:], shift, scale)), rows, columns)
+        return F.pixel_shuffle(from_tokens(self.proj_out(modulate(y[:, count:], shift, scale)), (rows, columns)), 2)
 
 
 def pack_latents(x: Tensor) -> Tensor:
     """Return patches of 2 x 2 pixels as tokens; channels are ordered C, row, column.   [B, C, H, W] -> [B, H W / 4, 4 C]"""
-    return x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-
-
-def unpack_latents(y: Tensor, rows: int, columns: int) -> Tensor:
-    """Invert ``pack_latents``, for ``rows`` x ``columns`` patches.   [B, T, 4 C] -> [B, C, 2 rows, 2 columns]"""
-    return y.unflatten(2, (-1, 2, 2)).unflatten(1, (rows, columns)).permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+    return to_tokens(F.pixel_unshuffle(x, 2))
 
 
 def rotary_cos_sin(

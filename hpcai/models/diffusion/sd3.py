@@ -72,9 +72,7 @@ class SD3(PretrainedMixin):
         if x.ndim != 4 or x.shape[1] != cfg.inputs or any(n % cfg.patch or n > largest for n in x.shape[2:]):
             expected = f"[B, {cfg.inputs}, H, W] with multiples of {cfg.patch} up to {largest} as H and W"
             raise DataError(f"SD3: samples are {list(x.shape)}, expected {expected}; pad or crop them")
-        check_inputs(self, x, time, condition, {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,)})
-        tokens: Tensor = condition.tokens  # type: ignore[assignment]
-        pooled: Tensor = condition.pooled  # type: ignore[assignment]
+        tokens, pooled = check_inputs(self, x, time, condition, {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,)})
         embedded = sinusoidal_embedding(time, TIME_CHANNELS, x.dtype, scale=FLOW_SCALE)
         c = self.time_text_embed(embedded, pooled.to(x.dtype))
         y, text = self.pos_embed(x), self.context_embedder(tokens.to(x.dtype))

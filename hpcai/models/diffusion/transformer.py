@@ -230,9 +230,11 @@ def init_weights(model: nn.Module, zero: bool) -> None:
             _ = nn.init.normal_(parameter, std=0.02) if _EMBEDDINGS.search(name) else nn.init.uniform_(parameter, -bound, bound)
 
 
-def check_inputs(model: nn.Module, x: Tensor, time: Tensor, condition: Condition, needs: dict[str, tuple[int | str, ...]]) -> None:
-    """Raise DataError for a time or a condition whose shape is not [B, *needs[name]] (strings: any size), for missing conditions,
-    and for conditions that the network does not use."""
+def check_inputs(
+    model: nn.Module, x: Tensor, time: Tensor, condition: Condition, needs: dict[str, tuple[int | str, ...]]
+) -> list[Tensor]:
+    """Return the conditions that ``needs`` names. Raises DataError for a time or a condition whose shape is not [B, *needs[name]]
+    (strings: any size), for missing conditions, and for conditions that the network does not use."""
     kind, sizes = type(model).__name__, {"time": (), **needs}
     inputs = {"time": time} | {name: value for name, value in condition._asdict().items() if value is not None}
     for name in inputs | sizes:
@@ -245,6 +247,7 @@ def check_inputs(model: nn.Module, x: Tensor, time: Tensor, condition: Condition
         if len(actual) != len(size) or any(isinstance(n, int) and n != m for n, m in zip(size, actual)):
             argument = "time" if name == "time" else f"condition.{name}"
             raise DataError(f"{kind}: {argument} is {_format(actual)}, expected {_format(size)} for samples {_format(x.shape)}")
+    return [inputs[name] for name in needs]
 
 
 def _format(size: Any) -> str:
