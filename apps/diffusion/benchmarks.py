@@ -153,7 +153,7 @@ def _contiguous() -> Iterator[None]:
         (blocks, function.__name__, lambda *args, function=function: function(*args).contiguous())
         for function in (blocks.from_tokens, blocks.fold_upsampling)
     ]
-    patches += [(module, "channels_last", Tensor.contiguous) for module in (blocks, unet)]
+    patches += [(blocks, "channels_last", Tensor.contiguous)]
     patches += [(periodic, "is_transformed", lambda: True)]  # circular_pad by F.pad
     with ExitStack() as stack:
         for module, name, function in patches:

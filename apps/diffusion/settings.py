@@ -5,23 +5,12 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hpcai import settings
 from hpcai.config import NonNegativeInt, PositiveInt, Rate, Settings
 from hpcai.models.diffusion import DiffusionConfig, DiffusionLoRAConfig
-from hpcai.settings import (
-    Depth,
-    Height,
-    LoaderConfig,
-    MeshConfig,
-    ReportConfig,
-    RunConfig,
-    ScheduleConfig,
-    StepConfig,
-    Tensor,
-    TrainConfig,
-)
 
 
-class DataConfig(LoaderConfig):
+class DataConfig(settings.LoaderConfig):
     """Fields on disk, from ``data_prep.fields``, or latents, from ``data_prep.latents``, and how they are read."""
 
     directory: Path = Path("datasets/fields")
@@ -58,11 +47,11 @@ class StartConfig(Settings):
     """run with model.objective.prediction_type=regression; the model then generates the residual of its prediction"""
 
 
-class AxesConfig(MeshConfig, Depth, Height, Tensor):
+class AxesConfig(settings.MeshConfig, settings.Depth, settings.Height, settings.Tensor):
     """The mesh: replicas; samples of a U-Net are sharded over ``depth`` (volumes) and ``height``, a transformer over ``tensor``."""
 
 
-class Config(RunConfig):
+class Config(settings.RunConfig):
     """A diffusion run on fields or latents."""
 
     model: DiffusionConfig = DiffusionConfig()
@@ -71,12 +60,12 @@ class Config(RunConfig):
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
     start: StartConfig = StartConfig()
-    step: StepConfig = StepConfig(
+    step: settings.StepConfig = settings.StepConfig(
         optimizer="adamw", lr=1e-3, betas=(0.9, 0.99), clip=1.0, ema_decay=0.999,
-        schedule=ScheduleConfig(unit="steps", warmup=100, decay="cosine", floor=0.02),
+        schedule=settings.ScheduleConfig(unit="steps", warmup=100, decay="cosine", floor=0.02),
     )  # fmt: skip
-    train: TrainConfig = TrainConfig(steps=100_000, metric="loss")
-    report: ReportConfig = ReportConfig(directory=Path("runs/diffusion"))
+    train: settings.TrainConfig = settings.TrainConfig(steps=100_000, metric="loss")
+    report: settings.ReportConfig = settings.ReportConfig(directory=Path("runs/diffusion"))
     benchmark: Literal["stable_diffusion", "flux1"] | None = None
     """the MLPerf benchmark whose log is written if report.sinks has mlperf"""
 

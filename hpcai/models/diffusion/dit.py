@@ -8,19 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.errors import DataError
+from hpcai.models.diffusion import transformer
 from hpcai.models.diffusion.blocks import FeedForward, TimeEmbedding, sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import TIME_CHANNELS, DiTConfig
-from hpcai.models.diffusion.transformer import (
-    GELUProjection,
-    Modulation,
-    SelfAttention,
-    check_inputs,
-    init_weights,
-    modulate,
-    position_embedding,
-    unpatchify,
-)
 from hpcai.nn.recompute import cheap, run_block
 from hpcai.nn.weights import PretrainedMixin
 
@@ -34,7 +25,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(self.cfg.size // self.cfg.patch, device=x.device)
-        return self.proj(x).flatten(2).transpose(1, 2) + position_embedding(places, self.cfg.width, x.dtype)
+        return self.proj(x).flatten(2).transpose(1, 2) + transformer.position_embedding(places, self.cfg.width, x.dtype)
 
 
 class CombinedTimestepLabelEmbeddings(nn.Module):
@@ -56,14 +47,15 @@ class Block(nn.Module):
 
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
-        self.norm1 = Modulation(cfg.width, 6, CombinedTimestepLabelEmbeddings(cfg))  # in every block, as in the files
-        self.attn1, self.ff = SelfAttention(cfg.width, cfg.head, False), FeedForward(cfg.width, GELUProjection(cfg.width))
+        self.norm1 = transformer.Modulation(cfg.width, 6, CombinedTimestepLabelEmbeddings(cfg))  # in every block, as in the files
+        self.attn1 = transformer.SelfAttention(cfg.width, cfg.head, False)
+        self.ff = FeedForward(cfg.width, transformer.GELUProjection(cfg.width))
 
     def forward(self, x: Tensor, time: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
         c = self.norm1.emb(time, classes)
         shift, scale, gate, feed_shift, feed_scale, feed_gate = self.norm1(c)
-        x = x + gate[:, None] * self.attn1(cheap(modulate, x, shift, scale))
-        return x + feed_gate[:, None] * self.ff(cheap(modulate, x, feed_shift, feed_scale, 1e-5)), c
+        x = x + gate[:, None] * self.attn1(cheap(transformer.modulate, x, shift, scale))
+        return x + feed_gate[:, None] * self.ff(cheap(transformer.modulate, x, feed_shift, feed_scale, 1e-5)), c
 
 
 class DiT(PretrainedMixin):
@@ -82,7 +74,7 @@ class DiT(PretrainedMixin):
         self.transformer_blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.proj_out_1 = nn.Linear(cfg.width, 2 * cfg.width)
         self.proj_out_2 = nn.Linear(cfg.width, cfg.patch**2 * cfg.outputs)
-        init_weights(self, cfg.zero)
+        transformer.init_weights(self, cfg.zero)
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = UNCONDITIONAL) -> Tensor:
         cfg = self.cfg
@@ -91,7 +83,7 @@ class DiT(PretrainedMixin):
             raise DataError(f"DiT: samples are {list(x.shape)}, {expected}; crop them, or set size")
         if condition.classes is None:
             condition = condition._replace(classes=torch.full((len(x),), cfg.classes, device=x.device))
-        (classes,) = check_inputs(self, x, time, condition, {"classes": ()})
+        (classes,) = transformer.check_inputs(self, x, time, condition, {"classes": ()})
         if self.training and cfg.dropout:
             classes = classes.where(torch.rand(len(x), device=x.device) >= cfg.dropout, cfg.classes)
         embedded, y = sinusoidal_embedding(time, TIME_CHANNELS, x.dtype, TIME_CHANNELS // 2 - 1), self.pos_embed(x)
@@ -101,4 +93,4 @@ class DiT(PretrainedMixin):
             conditions.append(c)
         shift, scale = self.proj_out_1(F.silu(conditions[0])).chunk(2, -1)  # the embedding of the first block
         n = cfg.size // cfg.patch
-        return unpatchify(self.proj_out_2(modulate(y, shift, scale)), cfg.patch, n, n)
+        return transformer.unpatchify(self.proj_out_2(transformer.modulate(y, shift, scale)), cfg.patch, n, n)

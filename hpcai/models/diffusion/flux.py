@@ -9,20 +9,10 @@ from torch import Tensor, nn
 
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
+from hpcai.models.diffusion import transformer
 from hpcai.models.diffusion.blocks import from_tokens, sinusoidal_embedding, to_tokens
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import TIME_CHANNELS, FluxConfig
-from hpcai.models.diffusion.transformer import (
-    FLOW_SCALE,
-    Attention,
-    CombinedTimestepGuidanceTextProjEmbeddings,
-    DoubleStreamBlock,
-    Modulation,
-    Rotary,
-    check_inputs,
-    init_weights,
-    modulate,
-)
 from hpcai.nn.matmul import fused_linear
 from hpcai.nn.recompute import cheap, run_block
 from hpcai.nn.weights import PretrainedMixin
@@ -35,13 +25,13 @@ class SingleStreamBlock(nn.Module):
 
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()
-        self.norm, self.attn = Modulation(cfg.width, 3), Attention(cfg.width, cfg.head)
+        self.norm, self.attn = transformer.Modulation(cfg.width, 3), transformer.Attention(cfg.width, cfg.head)
         self.proj_mlp, self.proj_out = nn.Linear(cfg.width, 4 * cfg.width), nn.Linear(5 * cfg.width, cfg.width)
 
-    def forward(self, x: Tensor, c: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, rotary: transformer.Rotary) -> Tensor:
         shift, scale, gate = self.norm(c)
         linears = self.attn.to_q, self.attn.to_k, self.attn.to_v, self.proj_mlp
-        q, k, v, inner = fused_linear(cheap(modulate, x, shift, scale), *linears)
+        q, k, v, inner = fused_linear(cheap(transformer.modulate, x, shift, scale), *linears)
         return x + gate[:, None] * self.proj_out(cheap(_concat_gelu, self.attn(v, rotary, q, k), inner))
 
 
@@ -61,12 +51,12 @@ class Flux(PretrainedMixin):
     def __init__(self, cfg: FluxConfig | None = None) -> None:
         super().__init__()
         self.cfg = cfg = cfg or FluxConfig()
-        self.time_text_embed = CombinedTimestepGuidanceTextProjEmbeddings(cfg.width, cfg.pooled, cfg.guidance)
+        self.time_text_embed = transformer.CombinedTimestepGuidanceTextProjEmbeddings(cfg.width, cfg.pooled, cfg.guidance)
         self.context_embedder, self.x_embedder = nn.Linear(cfg.tokens, cfg.width), nn.Linear(cfg.inputs, cfg.width)
-        self.transformer_blocks = nn.ModuleList(DoubleStreamBlock(cfg.width, cfg.head) for _ in range(cfg.double))
+        self.transformer_blocks = nn.ModuleList(transformer.DoubleStreamBlock(cfg.width, cfg.head) for _ in range(cfg.double))
         self.single_transformer_blocks = nn.ModuleList(SingleStreamBlock(cfg) for _ in range(cfg.single))
-        self.norm_out, self.proj_out = Modulation(cfg.width, 2), nn.Linear(cfg.width, cfg.inputs)
-        init_weights(self, cfg.zero)
+        self.norm_out, self.proj_out = transformer.Modulation(cfg.width, 2), nn.Linear(cfg.width, cfg.inputs)
+        transformer.init_weights(self, cfg.zero)
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = UNCONDITIONAL) -> Tensor:
         cfg = self.cfg
@@ -75,10 +65,10 @@ class Flux(PretrainedMixin):
             raise DataError(f"Flux: samples are {list(x.shape)}, {expected}; pad or crop them")
         guided = {"guidance": ()} if cfg.guidance else {}
         needs: dict[str, tuple[int | str, ...]] = {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,), **guided}
-        tokens, pooled, *_ = check_inputs(self, x, time, condition, needs)
+        tokens, pooled, *_ = transformer.check_inputs(self, x, time, condition, needs)
         (rows, columns), count = (n // 2 for n in x.shape[2:]), tokens.shape[1]
         scalars = time, condition.guidance
-        t, g = (None if s is None else sinusoidal_embedding(s, TIME_CHANNELS, x.dtype, scale=FLOW_SCALE) for s in scalars)
+        t, g = (s if s is None else sinusoidal_embedding(s, TIME_CHANNELS, x.dtype, scale=transformer.FLOW_SCALE) for s in scalars)
         c = self.time_text_embed(t, pooled.to(x.dtype), g)
         rotary = rotary_cos_sin(cfg, count, rows, columns, x.dtype, x.device)
         y, text = self.x_embedder(pack_latents(x)), self.context_embedder(tokens.to(x.dtype))
@@ -88,7 +78,7 @@ class Flux(PretrainedMixin):
         for block in self.single_transformer_blocks:
             y = run_block(block, cfg.recompute, y, c, rotary)
         scale, shift = self.norm_out(c)  # in this order here only
-        return F.pixel_shuffle(from_tokens(self.proj_out(modulate(y[:, count:], shift, scale)), (rows, columns)), 2)
+        return F.pixel_shuffle(from_tokens(self.proj_out(transformer.modulate(y[:, count:], shift, scale)), (rows, columns)), 2)
 
 
 def pack_latents(x: Tensor) -> Tensor:

@@ -7,20 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import DataError
+from hpcai.models.diffusion import transformer
 from hpcai.models.diffusion.blocks import sinusoidal_embedding
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import TIME_CHANNELS, SD3Config
-from hpcai.models.diffusion.transformer import (
-    FLOW_SCALE,
-    CombinedTimestepGuidanceTextProjEmbeddings,
-    DoubleStreamBlock,
-    Modulation,
-    check_inputs,
-    init_weights,
-    modulate,
-    position_embedding,
-    unpatchify,
-)
 from hpcai.nn.recompute import run_block
 from hpcai.nn.weights import PretrainedMixin
 
@@ -34,7 +24,7 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.positions, self.proj = cfg.positions, nn.Conv2d(cfg.inputs, cfg.width, cfg.patch, cfg.patch)
         places = torch.arange(cfg.positions) / (cfg.positions / (cfg.size // cfg.patch))
-        self.register_buffer("pos_embed", position_embedding(places.double(), cfg.width, torch.float32)[None])
+        self.register_buffer("pos_embed", transformer.position_embedding(places.double(), cfg.width, torch.float32)[None])
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.proj(x)
@@ -57,14 +47,14 @@ class SD3(PretrainedMixin):
         super().__init__()
         self.cfg = cfg = cfg or SD3Config()
         self.pos_embed = PatchEmbed(cfg)
-        self.time_text_embed = CombinedTimestepGuidanceTextProjEmbeddings(cfg.width, cfg.pooled)
+        self.time_text_embed = transformer.CombinedTimestepGuidanceTextProjEmbeddings(cfg.width, cfg.pooled)
         self.context_embedder = nn.Linear(cfg.tokens, cfg.width)
         self.transformer_blocks = nn.ModuleList(
-            DoubleStreamBlock(cfg.width, cfg.head, cfg.qk_norm is not None, n in cfg.dual_attention, n == cfg.layers - 1)
+            transformer.DoubleStreamBlock(cfg.width, cfg.head, bool(cfg.qk_norm), n in cfg.dual_attention, n == cfg.layers - 1)
             for n in range(cfg.layers)
         )
-        self.norm_out, self.proj_out = Modulation(cfg.width, 2), nn.Linear(cfg.width, cfg.patch**2 * cfg.outputs)
-        init_weights(self, cfg.zero)
+        self.norm_out, self.proj_out = transformer.Modulation(cfg.width, 2), nn.Linear(cfg.width, cfg.patch**2 * cfg.outputs)
+        transformer.init_weights(self, cfg.zero)
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = UNCONDITIONAL) -> Tensor:
         cfg = self.cfg
@@ -72,11 +62,12 @@ class SD3(PretrainedMixin):
         if x.ndim != 4 or x.shape[1] != cfg.inputs or any(n % cfg.patch or n > largest for n in x.shape[2:]):
             expected = f"[B, {cfg.inputs}, H, W] with multiples of {cfg.patch} up to {largest} as H and W"
             raise DataError(f"SD3: samples are {list(x.shape)}, expected {expected}; pad or crop them")
-        tokens, pooled = check_inputs(self, x, time, condition, {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,)})
-        embedded = sinusoidal_embedding(time, TIME_CHANNELS, x.dtype, scale=FLOW_SCALE)
+        tokens, pooled = transformer.check_inputs(self, x, time, condition, {"tokens": ("N", cfg.tokens), "pooled": (cfg.pooled,)})
+        embedded = sinusoidal_embedding(time, TIME_CHANNELS, x.dtype, scale=transformer.FLOW_SCALE)
         c = self.time_text_embed(embedded, pooled.to(x.dtype))
         y, text = self.pos_embed(x), self.context_embedder(tokens.to(x.dtype))
         for block in self.transformer_blocks:
             y, text = run_block(block, cfg.recompute, y, text, c)
         scale, shift = self.norm_out(c)  # in this order here, as in Flux
-        return unpatchify(self.proj_out(modulate(y, shift, scale)), cfg.patch, *(n // cfg.patch for n in x.shape[2:]))
+        patches = self.proj_out(transformer.modulate(y, shift, scale))
+        return transformer.unpatchify(patches, cfg.patch, *(n // cfg.patch for n in x.shape[2:]))

@@ -12,21 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.errors import DataError
-from hpcai.models.diffusion.blocks import (
-    FORMATS,
-    CrossAttention,
-    Downsample,
-    ResBlock,
-    SelfAttention,
-    Space,
-    TimeEmbedding,
-    Upsample,
-    channels_last,
-    make_conv,
-    resize,
-    sinusoidal_embedding,
-    zero_init,
-)  # fmt: skip
+from hpcai.models.diffusion import blocks
 from hpcai.models.diffusion.condition import UNCONDITIONAL, Condition
 from hpcai.models.diffusion.config import UNetConfig
 from hpcai.models.diffusion.grid import Grid
@@ -42,11 +28,11 @@ class _LayerFactory:
 
     def __init__(self, cfg: UNetConfig) -> None:
         self.cfg, self.time = cfg, 4 * cfg.channels[0]
-        self.space = Space(cfg.dims, cfg.periodic)
+        self.space = blocks.Space(cfg.dims, cfg.periodic)
 
-    def block(self, inputs: int, outputs: int) -> ResBlock:
+    def block(self, inputs: int, outputs: int) -> blocks.ResBlock:
         cfg = self.cfg
-        return ResBlock(self.space, inputs, outputs, self.time, cfg.groups, cfg.eps, cfg.dropout, cfg.zero)
+        return blocks.ResBlock(self.space, inputs, outputs, self.time, cfg.groups, cfg.eps, cfg.dropout, cfg.zero)
 
     def attention(self, kind: str, level: int) -> _Attention:
         """Return the constructor of the attention of a level."""
@@ -54,8 +40,8 @@ class _LayerFactory:
         channels, heads, layers = cfg.channels[level], cfg.heads[level], (cfg.transformer_layers or (1,) * len(cfg.heads))[level]
         if kind == "cross":
             assert cfg.tokens is not None
-            return partial(CrossAttention, channels, heads, cfg.tokens, groups, cfg.zero, layers)
-        return partial(SelfAttention, channels, heads, groups, cfg.eps, cfg.zero) if kind == "self" else None
+            return partial(blocks.CrossAttention, channels, heads, cfg.tokens, groups, cfg.zero, layers)
+        return partial(blocks.SelfAttention, channels, heads, groups, cfg.eps, cfg.zero) if kind == "self" else None
 
 
 class Level(nn.Module):
@@ -82,7 +68,7 @@ class DownLevel(Level):
 
     def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, attention: _Attention, last: bool) -> None:
         super().__init__(shapes, inputs, channels, attention)
-        self.downsamplers = None if last else nn.ModuleList([Downsample(shapes.space, channels)])
+        self.downsamplers = None if last else nn.ModuleList([blocks.Downsample(shapes.space, channels)])
 
     def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         outputs = []
@@ -101,7 +87,7 @@ class UpLevel(Level):
 
     def __init__(self, shapes: _LayerFactory, inputs: Sequence[int], channels: int, attention: _Attention, last: bool) -> None:
         super().__init__(shapes, inputs, channels, attention)
-        self.upsamplers = None if last else nn.ModuleList([Upsample(shapes.space, channels)])
+        self.upsamplers = None if last else nn.ModuleList([blocks.Upsample(shapes.space, channels)])
 
     def forward(self, x: Tensor, skips: list[Tensor], sizes: Sequence[int], time: Tensor, tokens: Tensor | None) -> Tensor:
         for (block, attention), skip in zip(self.parts(), skips):
@@ -142,11 +128,11 @@ class UNet(nn.Module):
         first, last = cfg.channels[0], cfg.channels[-1]
         self.space, self.grid = shapes.space, Grid()  # a seam: pixels may be sharded
         cells = cfg.patch**cfg.dims
-        self.conv_in = make_conv(self.space, cells * (cfg.inputs + cfg.field + cfg.fine), first)
-        self.time_embedding = TimeEmbedding(first, shapes.time)
+        self.conv_in = blocks.make_conv(self.space, cells * (cfg.inputs + cfg.field + cfg.fine), first)
+        self.time_embedding = blocks.TimeEmbedding(first, shapes.time)
         self.class_embedding = nn.Embedding(cfg.classes, shapes.time) if cfg.classes else None
-        self.parameter_embedding = TimeEmbedding(cfg.parameters, shapes.time) if cfg.parameters else None
-        self.add_embedding = TimeEmbedding(cfg.pooled + 6 * cfg.sizes, shapes.time) if cfg.pooled and cfg.sizes else None
+        self.parameter_embedding = blocks.TimeEmbedding(cfg.parameters, shapes.time) if cfg.parameters else None
+        self.add_embedding = blocks.TimeEmbedding(cfg.pooled + 6 * cfg.sizes, shapes.time) if cfg.pooled and cfg.sizes else None
         self.down_blocks, skips, channels = nn.ModuleList(), [first], first
         for level, (width, attention) in enumerate(levels, 1):
             inputs, is_last = [channels] + [width] * (cfg.blocks - 1), level == len(levels)
@@ -160,21 +146,21 @@ class UNet(nn.Module):
             self.up_blocks.append(UpLevel(shapes, inputs, width, attention, level == len(levels)))
             channels = width
         self.conv_norm_out = GroupNorm(cfg.groups, first, "silu", eps=cfg.eps)
-        self.conv_out = make_conv(self.space, first, cells * cfg.outputs)
+        self.conv_out = blocks.make_conv(self.space, first, cells * cfg.outputs)
         if cfg.zero:
-            zero_init(self.conv_out)
-        self.to(memory_format=FORMATS[cfg.dims])  # type: ignore[call-overload]
+            blocks.zero_init(self.conv_out)
+        self.to(memory_format=blocks.FORMATS[cfg.dims])  # type: ignore[call-overload]
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = UNCONDITIONAL) -> Tensor:
         cfg, size = self.cfg, self.grid.full_size(x.shape[2:])
         self._check(x, size, time, condition)
         embedded = F.silu(self.embed(x, time, condition))
         if condition.field is not None:
-            x = torch.cat((x, resize(condition.field.to(x.dtype), size, self.space.periodic_dims, self.grid.box(size))), 1)
+            x = torch.cat((x, blocks.resize(condition.field.to(x.dtype), size, self.space.periodic_dims, self.grid.box(size))), 1)
         if condition.fine is not None:
             x = torch.cat((x, condition.fine.to(x.dtype)), 1)
         tokens = None if condition.tokens is None else condition.tokens.to(x.dtype)
-        x = self.conv_in(channels_last(pixel_unshuffle(x, cfg.patch)))
+        x = self.conv_in(blocks.channels_last(pixel_unshuffle(x, cfg.patch)))
         skips = [x]
         for level in self.down_blocks:
             x, outputs = level(x, embedded, tokens)
@@ -187,7 +173,7 @@ class UNet(nn.Module):
 
     def embed(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Return the sum of the embeddings of time, class, physical parameters, and pooled text with sizes.   [B, T]"""
-        embedding = self.time_embedding(sinusoidal_embedding(time, self.cfg.channels[0], x.dtype))
+        embedding = self.time_embedding(blocks.sinusoidal_embedding(time, self.cfg.channels[0], x.dtype))
         if self.class_embedding is not None and condition.classes is not None:
             classes, count = condition.classes, self.class_embedding.num_embeddings
             row = self.class_embedding(classes.clamp(max=count - 1))
@@ -195,7 +181,7 @@ class UNet(nn.Module):
         if self.parameter_embedding is not None and condition.parameters is not None:
             embedding = embedding + self.parameter_embedding(condition.parameters.to(x.dtype))
         if self.add_embedding is not None and condition.pooled is not None and condition.sizes is not None:
-            sizes = sinusoidal_embedding(condition.sizes.flatten(), self.cfg.sizes or 0, x.dtype).view(len(x), -1)
+            sizes = blocks.sinusoidal_embedding(condition.sizes.flatten(), self.cfg.sizes or 0, x.dtype).view(len(x), -1)
             embedding = embedding + self.add_embedding(torch.cat((condition.pooled.to(x.dtype), sizes), 1))
         return embedding
 
