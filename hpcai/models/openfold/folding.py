@@ -37,22 +37,14 @@ class Fold:
         return f"Fold({shown}, {len(self.sequence):,} residues, mean pLDDT {self.plddt.mean():.1f})"
 
 
-def fold(
-    model: Any, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
-    templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
-) -> Fold:  # fmt: skip
-    """Predict the structure of a sequence, from its ``alignments``, their folder or files, or None, and the ``templates`` of
-    ``featurize``. ``cfg`` sets the numbers of rows; the default is MLPerf HPC's evaluation. Raises DataError for a sequence with
-    invalid characters, an alignment of another sequence, and a chain that does not fit the memory."""
-    return predict(model, sequence, prepare_features(model, sequence, alignments, templates, recycles=recycles, seed=seed, cfg=cfg))
-
-
 def prepare_features(
     model: Any, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
     templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The first half of ``fold``: return the features on the device of the model. Each process of a sharded model calls it
-    independently."""
+    """The first half of ``OpenFold.fold``: return the features on the device of the model, from the ``alignments`` of a sequence,
+    their folder or files, or None, and the ``templates`` of ``featurize``. ``cfg`` sets the numbers of rows; the default is MLPerf
+    HPC's evaluation. Each process of a sharded model calls it independently. Raises DataError for a sequence with invalid
+    characters, and an alignment of another sequence."""
     aatype, cfg = encode(sequence), cfg or FeatureConfig(crop=None)
     if len(sequence) >= 20 and len(letters := {*sequence.upper()}) > 2 and letters <= {*"ACGTUN"}:
         warn("the sequence has only letters of nucleotides, %s; expected residues; translate it", ", ".join(sorted(letters)))
@@ -70,7 +62,7 @@ def prepare_features(
 
 
 def predict(model: Any, sequence: str, features: Mapping[str, Tensor]) -> Fold:
-    """The second half of ``fold``, called by all processes of a sharded model together."""
+    """The second half, for all processes of a sharded model together. Raises DataError for a chain that exceeds the memory."""
     weight, was_training = model.to_single.weight, model.training
     with torch.no_grad():
         try:

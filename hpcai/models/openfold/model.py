@@ -91,10 +91,10 @@ class OpenFold(PretrainedMixin):
         return m, z, s, atoms, positions
 
     def fold(self, sequence: str, alignments: Any = None, **kwargs: Any) -> Any:
-        """Predict the structure of a sequence, with confidence; see ``hpcai.models.openfold.folding.fold``."""
-        from hpcai.models.openfold.folding import fold
+        """Predict the structure of a sequence, a ``Fold``; arguments and errors are those of ``folding.prepare_features``."""
+        from hpcai.models.openfold import folding
 
-        return fold(self, sequence, alignments, **kwargs)
+        return folding.predict(self, sequence, folding.prepare_features(self, sequence, alignments, **kwargs))
 
     def _iteration(self, features: Mapping[str, Tensor], previous: Recycled | None) -> tuple[Any, ...]:
         """Run one pass: return the first row of the alignment [B, R, C], and the results of ``run_passes``."""
