@@ -111,9 +111,6 @@ def main(cfg: ScoreConfig) -> None:
                 log_mlperf_result(cfg.weights, weights, metrics)
 
 
-# ---- which weights
-
-
 class Weights(NamedTuple):
     path: Path
     step: int | None = None
@@ -166,9 +163,6 @@ def log_mlperf_result(folder: Path, weights: Weights, metrics: dict[str, float])
     logger.info("%s: step %s %s %s", path, weights.step, "reaches" if reached else "does not reach", goals)
 
 
-# ---- captions
-
-
 def read_captions(path: Path, count: int | None = None) -> list[str]:
     """Read captions. Raises DataError with the number of the first empty line or row."""
     try:
@@ -187,9 +181,6 @@ def read_captions(path: Path, count: int | None = None) -> list[str]:
         where = f"row {captions.index('') + 1} has" if captions else "there is"
         raise DataError(f"{path}: {where} no caption; expected one in each")
     return captions
-
-
-# ---- images and their scores
 
 
 class Scorer:

@@ -187,9 +187,6 @@ def draw_passes(seed: int, step: int, most: int) -> int:
     return 1 + int(np.random.default_rng([seed, block]).permutation(most + 1)[position])
 
 
-# ---- weights in, structures out
-
-
 def build_model(cfg: Config) -> OpenFold:
     """Build the network, and load the weights of ``cfg.start``. Raises CheckpointError if their hash differs or they do not fit."""
     model, path = OpenFold(cfg.model), cfg.start.weights

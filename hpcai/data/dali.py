@@ -35,9 +35,6 @@ _TYPES = {
 _DEPTH = 2  # batches in flight in DALI
 
 
-# ---- samples
-
-
 @dataclass(frozen=True)
 class Field:
     """One array of a sample. An encoded image (PNG, JPEG) is an array [bytes] uint8, or bytes.
@@ -73,9 +70,6 @@ def _array(field: Field, sample: Any) -> np.ndarray:
     if field.layout and x.ndim != len(field.layout):
         raise DataError(f"{label}: an array of shape {x.shape}, but layout {field.layout!r} has {len(field.layout)} dims")
     return np.asarray(x, order="C")
-
-
-# ---- pipeline
 
 
 class _Item(NamedTuple):
@@ -194,9 +188,6 @@ def _import_dali() -> Any:
         ) from problem
 
 
-# ---- loader
-
-
 class _DaliEpoch(_ActiveEpoch):
     """A running epoch with a pipeline, which is built when the first samples are ready."""
 
@@ -251,8 +242,6 @@ class DaliLoader(Loader):
             self._pipeline.close()
         super().close()
 
-    # ---- samples
-
     def _new_epoch(self, plan: _EpochPlan, queue: PrefetchQueue) -> _DaliEpoch:
         return _DaliEpoch(plan, queue)
 
@@ -271,8 +260,6 @@ class DaliLoader(Loader):
         except DataError as problem:
             raise DataError(f"{self.name}, rank {self._rank}, sample {task.index}: {problem}") from problem
         return _Item(arrays, random_numbers(self.seed, task.epoch, task.position)), tree_bytes(arrays)
-
-    # ---- batches
 
     def _batches(self, active: _DaliEpoch, following: _DaliEpoch | None) -> Iterator[Any]:  # type: ignore[override]
         self._fill(active, wait=True)

@@ -198,8 +198,6 @@ class Reader(AbstractContextManager["Reader"]):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pread")
         self._local = threading.local()
 
-    # ---- public
-
     def fetch(self, path: Path, offset: int, length: int) -> np.ndarray:
         """Read bytes ``offset`` to ``offset + length`` of a file to new memory, without a copy.   [length] uint8"""
         return self.fetch_all([(path, offset, length)])[0]
@@ -292,8 +290,6 @@ class Reader(AbstractContextManager["Reader"]):
             for other in others:
                 if not other.cancelled():
                     other.result()
-
-    # ---- one read
 
     def _read_block(self, path: Path, offset: int, view: memoryview, need: int) -> None:
         """Read until ``need`` bytes are complete; each read requests up to ``len(view)`` bytes."""

@@ -89,8 +89,6 @@ class GdsReader(AbstractContextManager["GdsReader"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- byte ranges
-
     def _scatter(self, layout: Layout, ranges: Sequence[StridedRange], out: Tensor) -> None:
         item = layout.dtype.itemsize
         for run in ranges:
@@ -145,8 +143,6 @@ class GdsReader(AbstractContextManager["GdsReader"]):
         if failure is not None:
             low, high = min(start for start, _ in bounds), max(end for _, end in bounds)
             raise DataError(f"{path}: bytes {low:,} to {high:,} cannot be read to the GPU: {failure}; {_ADVICE}") from failure
-
-    # ---- files
 
     def _open(self, path: Path) -> _File:
         try:

@@ -168,9 +168,6 @@ def is_finite(value: Any) -> bool:
         return bool(np.isfinite(value.sum()) or np.isfinite(value).all())
 
 
-# ---- formats
-
-
 @contextmanager
 def parse_errors(where: object, advice: str, text: str = "cannot be read as HDF5") -> Iterator[None]:
     """Context manager: replace any exception of a parser, such as h5py, which has a dozen for damaged files, by a DataError."""

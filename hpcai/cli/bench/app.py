@@ -97,8 +97,6 @@ class AppBenchmark:
 
         return seeded
 
-    # ---- parts
-
     def _steps(self, case: Sequence[str]) -> list[Row]:
         rows = []
         for precision in self.args.precision:

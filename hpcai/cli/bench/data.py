@@ -84,9 +84,6 @@ def _medians(clocks: Sequence[Any]) -> Row:
     }
 
 
-# ---- our reader against fio
-
-
 def _direct(folder: Path, args: Any) -> list[Row]:
     if shutil.which("fio") is None:
         return [{"left out": "fio is not installed (Debian: apt-get install fio)"}]
@@ -125,9 +122,6 @@ def _direct(folder: Path, args: Any) -> list[Row]:
 
 def _read(reader: Reader, path: Path, size: int, offset: int) -> None:
     reader.fetch(path, offset, size)  # the bytes are discarded
-
-
-# ---- loaders
 
 
 class _H5pyDataset(Dataset[Any]):

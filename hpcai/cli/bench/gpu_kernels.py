@@ -102,9 +102,6 @@ def _compiled(function: Function, *inputs: Any) -> Tensor:
     return _compiler(function)(*inputs)
 
 
-# ---- inputs
-
-
 def _attention_inputs(draw: RandomInputs, rows: int, entries: int, heads: int, channels: int, bias: bool = True) -> list[Any]:
     """Shape: qkvg [B, I, N, 4, H, C], gate_bias [H * C], mask [B, I, N], bias [B, H, N, N]"""
     gate_bias, mask = draw(heads * channels, wide=True), draw.mask(1, rows, entries)
@@ -126,9 +123,6 @@ def _outer_inputs(draw: RandomInputs, rows: int, entries: int, few: int, channel
     count = torch.full((1, entries, entries), rows, device=draw.device, dtype=draw.dtype)
     left, right = draw(1, rows, entries, few), draw(1, rows, entries, few)
     return [left, right, draw(channels, few * few, scale=1 / few), draw(channels), count]
-
-
-# ---- attention with a pair bias
 
 
 def _gated(o: Tensor, qkvg: Tensor, gate_bias: Tensor) -> Tensor:
@@ -172,9 +166,6 @@ def _paged_inputs(draw: RandomInputs, queries: int, heads: int, kv_heads: int, c
     return [q, *pools, tables, torch.full((queries,), size * blocks - 1, device=draw.device)]
 
 
-# ---- norms
-
-
 @cache
 def _meta_module(kind: Callable[[int], nn.Module], channels: int) -> nn.Module:
     return kind(channels).to("meta")
@@ -182,9 +173,6 @@ def _meta_module(kind: Callable[[int], nn.Module], channels: int) -> nn.Module:
 
 def _norm_module(kind: Callable[[int], nn.Module], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.func.functional_call(_meta_module(kind, x.shape[1]), {"weight": weight, "bias": bias}, (x,))
-
-
-# ---- experts
 
 
 def _combine_inputs(draw: RandomInputs, tokens: int, k: int, channels: int) -> list[Any]:
@@ -197,9 +185,6 @@ def _grouped_mm_inputs(draw: RandomInputs, rows: int, groups: int, inputs: int, 
     """Shape: x [R, K], matrices [G, K, N] and the ends of equal groups [G]"""
     ends = torch.arange(1, groups + 1, dtype=torch.int32, device=draw.device) * (rows // groups)
     return [draw(rows, inputs), draw(groups, outputs, inputs, scale=inputs**-0.5).mT, ends]
-
-
-# ---- FP8
 
 
 def _quantize_both(cast: Callable[..., float8.Float8Tensor], x: Tensor) -> Tensor:
@@ -274,9 +259,6 @@ def _optimizer(name: str, ours: Function, moments: int, passes: int = 1, **peers
         return [*(draw(n, wide=True, fixed=True) for _ in range(2)), *(draw(n, fixed=True).abs_() for _ in range(moments))]
 
     return Kernel(name, inputs, ours, ours, peers, partial(_update_bytes, passes), has_backward=False)
-
-
-# ---- random numbers
 
 
 def _random(name: str, function: Any, torch_function: Function) -> Kernel:

@@ -159,8 +159,6 @@ class _Examination:
             width = log.format_bytes(widest.row_bytes)
             self.add("unaligned", file.path, widest.name, offset=widest.offset, width=width, advice=advice)
 
-    # ---- content
-
     def _check_values(self, file: DataFile) -> None:
         bounds = file.split.bounds(self.options.ranges)
         for name, statistics in file.inspection.statistics.items():

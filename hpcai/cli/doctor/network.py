@@ -53,9 +53,6 @@ class Network:
     paces: dict[int, Pace] = field(default_factory=dict)
 
 
-# ---- the tournament
-
-
 def first_ranks(nodes: Sequence[str]) -> list[int]:
     """Return the first rank of each node, given the node of every rank."""
     return sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values())
@@ -83,9 +80,6 @@ def schedule(rank: int, nodes: Sequence[str]) -> list[int | None]:
     turns = range(rounds) if rounds < MAX_PLAYERS else sorted({i * rounds // MAX_PLAYERS for i in range(MAX_PLAYERS)})
     partners = (partner(players.index(rank), turn, count) for turn in turns)
     return [None if other is None else players[other] for other in partners]
-
-
-# ---- measuring
 
 
 class Channel:
@@ -170,9 +164,6 @@ def measure_pace(device: torch.device, seconds: float = 0.4) -> Pace:
     elapsed, cpu = time.perf_counter() - begin, time.process_time() - cpu
     share = 1.0 if on_gpu else min(1.0, cpu / elapsed / torch.get_num_threads())
     return Pace(2 * size**3 / statistics.median(times), share)
-
-
-# ---- outliers
 
 
 def slow_outliers(values: Mapping[Any, float], factor: float) -> list[Any]:

@@ -167,9 +167,6 @@ def _mean_and_deviation(column: Column, runs: Sequence[RunRecord]) -> str:
     return f"{column.format(mean(values))} ± {column.format(stdev(values))}{count_text}"
 
 
-# ---- Curves ---------------------------------------------------------------------------------------------------------------------
-
-
 def plots(comparison: Comparison, names: Sequence[str]) -> Iterator[Plot]:
     """Yield the training loss and each of the metrics ``names``, of all runs; runs without finite values are noted."""
     for kind, name in (("train", "loss"), *(("evaluate", name) for name in names)):

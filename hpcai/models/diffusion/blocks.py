@@ -42,9 +42,6 @@ class Space(NamedTuple):
         return tuple(dim for dim, is_periodic in enumerate(self.periodic, 2) if is_periodic)
 
 
-# ---- layouts
-
-
 def to_tokens(x: Tensor) -> Tensor:
     """Return the pixels of a channels-last tensor as tokens, a view.   [B, C, ...] -> [B, N, C]"""
     return x.movedim(1, -1).flatten(1, -2)
@@ -72,9 +69,6 @@ def resize(field: Tensor, sizes: Sequence[int], periodic_dims: Sequence[int] = (
         ends = (low % old, (low + 1) % old) if dim in periodic_dims else (low, (low + 1).clamp(max=old - 1))
         field = torch.lerp(field.index_select(dim, ends[0]), field.index_select(dim, ends[1]), weight)
     return field
-
-
-# ---- convolutions
 
 
 def make_conv(space: Space, inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Module:
@@ -163,9 +157,6 @@ class ResBlock(nn.Module):
         y = self.conv2(self.dropout(group_norm(self.norm2, y)))
         y += x if self.conv_shortcut is None else self.conv_shortcut(x)
         return y
-
-
-# ---- attention
 
 
 class CoreAttention(nn.Module):
@@ -284,9 +275,6 @@ class CrossAttention(nn.Module):
         for layer in self.transformer_blocks:
             y = layer(y, sizes, tokens)
         return from_tokens(self.proj_out(y) + to_tokens(x), sizes)
-
-
-# ---- time
 
 
 def sinusoidal_embedding(

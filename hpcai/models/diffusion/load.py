@@ -226,9 +226,6 @@ def _check_divides(path: Path, channels: Sequence[int], name: str, divisors: Seq
             raise ConfigError(f"{path}: {name} is {divisor}, which does not divide {width}, of block_out_channels {list(channels)}")
 
 
-# ---- U-Nets
-
-
 def _read_unet(config: Mapping[str, Any], path: Path, kind: str, fixed: Mapping[str, Any], *read: str) -> dict[str, Any]:
     """Return the settings that both classes of U-Nets have in common. Raises as ``reject_unsupported``."""
     common = _from_diffusers(config, path, _UNET, fixed, *_UNET_READ, *read)
@@ -324,9 +321,6 @@ def _reason(cfg: Any) -> str:
     return "parameters" if cfg.parameters else "fine" if cfg.fine else "periodic" if any(cfg.periodic) else ""
 
 
-# ---- autoencoders
-
-
 def _from_vae(config: Mapping[str, Any], path: Path) -> VAEConfig:
     cfg = _from_diffusers(config, path, _VAE, _VAE_FIXED, "use_post_quant_conv")
     _check_levels(config, path, ("down_block_types", "up_block_types"), len(cfg["channels"]))
@@ -342,9 +336,6 @@ def _to_vae(cfg: Any) -> dict[str, Any] | None:
     config = _to_diffusers("AutoencoderKL", cfg, _VAE, _VAE_FIXED)
     blocks = {name: [_VAE_FIXED[name]] * len(cfg.channels) for name in ("down_block_types", "up_block_types")}
     return config | blocks | {"shift_factor": cfg.shift or None, "use_post_quant_conv": cfg.quantised}
-
-
-# ---- transformers
 
 
 def _from_dit(config: Mapping[str, Any], path: Path, defaults: Mapping[str, Any] = {}) -> DiTConfig:

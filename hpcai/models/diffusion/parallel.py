@@ -47,9 +47,6 @@ def parallelize(model: Model, mesh: Mesh, size: Sequence[int] = ()) -> Model:
     return model
 
 
-# ---- space
-
-
 class Slabs(Grid):
     """Slab decomposition of the samples of a U-Net, in whole patches; some ranks may have one patch more.   S/n of S pixels each"""
 
@@ -160,9 +157,6 @@ def _shard_pixels(network: UNet, mesh: Mesh, size: Sequence[int]) -> None:
             f"pixels of each shard; set dropout to 0, or mesh.{axis.name} to 1"
         )
     grid.shard_network(network, size)
-
-
-# ---- heads
 
 
 def _shard_heads(network: Any, mesh: Mesh) -> None:

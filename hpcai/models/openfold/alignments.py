@@ -172,9 +172,6 @@ def check_same_sequence(query: NDArray[Any], expected: NDArray[Any], label: str)
         )
 
 
-# ---- A3M
-
-
 def parse_a3m(data: bytes, where: str, query: NDArray[Any] | None = None) -> Alignment:
     """Parse A3M; ``where`` is the prefix of errors. Lines that begin with "#" are skipped.
 
@@ -240,9 +237,6 @@ def _parse_block(data: bytes, where: str, lines_before: int) -> Alignment:
     return Alignment(msa, deletions, names)
 
 
-# ---- Stockholm
-
-
 def parse_stockholm(data: bytes, where: str) -> Alignment:
     """Parse Stockholm; ``where`` is the prefix of errors. Case is ignored and "." is a gap."""
     lines = _split_lines(data, where)
@@ -288,9 +282,6 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
         inside = next_column < deletions.shape[1]       # letters after the last column are not deletions
         deletions[:, next_column[inside]] = counts[:, inside]
     return Alignment(np.ascontiguousarray(codes[:, column]), deletions, names)
-
-
-# ---- HHsearch
 
 
 def read_hhr(path: Path) -> list[Hit]:
@@ -345,9 +336,6 @@ def _hit(lines: list[str], begin: int, where: str) -> Hit:
     query, hit = ("".join(texts[side]) for side in "QT")
     query_indices, hit_indices = (np.concatenate(indices[side]) for side in "QT")
     return Hit(index, lines[1][1:], aligned_columns, sum_probs, query, hit, query_indices, hit_indices)
-
-
-# ---- bytes
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -119,9 +119,6 @@ def pad_or_crop(array: Array, *sizes: int) -> Array:
     return out
 
 
-# ---- the alignment
-
-
 def _msa_rows(
     alignment: Alignment, profile: Array, crop: slice, size: int, cfg: FeatureConfig, generator: np.random.Generator, training: bool
 ) -> dict[str, Array]:
@@ -153,9 +150,6 @@ def _msa_rows(
     }
     features = {name: pad_or_crop(array, cfg.clusters, size) for name, array in clusters.items()}
     return features | {name: pad_or_crop(array, cfg.extra, size) for name, array in extras.items()}
-
-
-# ---- templates
 
 
 def choose_templates(count: int, max_templates: int, generator: np.random.Generator) -> Array:
@@ -214,9 +208,6 @@ def _validate_templates(templates: Mapping[str, Array] | None, length: int, wher
                 f"{length} residues; are they of another chain?"
             )
     return arrays
-
-
-# ---- batches
 
 
 def collate(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:

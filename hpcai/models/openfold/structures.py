@@ -310,9 +310,6 @@ def _sequence(polymer: _Polymer) -> str:
     return "".join(letters)
 
 
-# ---- writing
-
-
 def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: ArrayLike, bfactors: ArrayLike, *,
                     name: str = "model", chain: str = "A") -> None:  # fmt: skip
     """Write one chain as mmCIF or PDB, by the suffix .cif or .pdb, with residues numbered from 1.

@@ -133,10 +133,8 @@ def _match_or_reason(
     return residue_map if isinstance(residue_map, str) else Match(name, hit.sum_probs, residue_map)
 
 
-# ---- mapping from letters of a hit to residues of a chain
-
-
 def _map_residues(hit: Hit, letters: str, length: int, sequence: str) -> Array | str:
+    """Return the residue of the chain for each of the query, or -1 [N], or the reason against the hit."""
     hit_types, chain_types = encode(letters), encode(sequence)
     stated = hit.hit_indices[hit.hit_indices >= 0]
     first = int(stated[0])
@@ -177,9 +175,6 @@ def _align(part: Array, sequence: Array) -> Array:
             residues[position[0] : position[0] + steps] = position[1] + np.arange(steps)
         position = [position[0] + steps * (kind != "D"), position[1] + steps * (kind != "I")]
     return residues
-
-
-# ---- features of templates
 
 
 def _chain_arrays(chain: Any) -> tuple[Array, Array, Array]:
