@@ -79,7 +79,6 @@ def layouts(cfg: Config, folder: Path, metadata: Mapping[str, Any]) -> dict[str,
 
 
 def latent_channels(model: DiffusionConfig) -> int:
-    """Return the channels of a latent."""
     inputs: int = model.network.inputs
     return inputs // 4 if model.flux is not None else inputs
 

@@ -288,7 +288,6 @@ class Scorer:
         return (images * 255).round() / 255
 
     def score_sums(self, images: Any, captions: Sequence[str]) -> dict[str, Any]:
-        """Return the sums of the scores of a batch."""
         from hpcai.models.diffusion import scores
 
         sums: dict[str, Any] = {}

@@ -164,7 +164,6 @@ class Chains(Samples):
 
 
 def parse_chain(values: dict[str, Any]) -> tuple[Chain, Alignment]:
-    """Return the structure and the alignment of a chain."""
     aatype, mask = values["aatype"].astype(np.int64), values["mask"].astype(np.float32)
     sequence = "".join((RESTYPES + "X")[kind] for kind in aatype)
     resolution = float(values["resolution"]) or None

@@ -198,7 +198,6 @@ class Workload:
     # ---- derived
 
     def available_switches(self, cfg: Any, mesh: Mesh) -> Enabled:
-        """Return the names of the network's switches that are available here."""
         return frozenset(switch.name for switch in self.switches(cfg, mesh) if switch.why_not is None)
 
     def build_step(self, cfg: Any, mesh: Mesh) -> Step:

@@ -85,7 +85,6 @@ def link_checkpoints(checkpoints: Path, scratch: Path, step: int) -> int:
 
 
 def _rerun(failure: dict[str, Any], reports: list[dict[str, Any]], scratch: Path, overrides: Sequence[str], alone: bool) -> int:
-    """Run the app, and return its exit code."""
     import torch
 
     from hpcai.cli.subprocesses import ForkedProcesses

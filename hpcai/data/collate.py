@@ -129,7 +129,6 @@ def tree_zip(trees: Sequence[Any], function: Callable[[list[Any]], Any]) -> Any:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Return the bytes of all arrays and tensors of a tree."""
     sizes: list[int] = []
     tree_map(tree, lambda leaf: sizes.append(getattr(leaf, "nbytes", 64)))
     return sum(sizes)

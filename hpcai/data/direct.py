@@ -44,12 +44,10 @@ _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def align_down(offset: int) -> int:
-    """Round ``offset`` down to a multiple of ALIGN."""
     return offset // ALIGN * ALIGN
 
 
 def align_up(offset: int) -> int:
-    """Round ``offset`` up to a multiple of ALIGN."""
     return -(-offset // ALIGN) * ALIGN
 
 
@@ -105,7 +103,6 @@ class MemoryPool:
 
     @property
     def unused(self) -> int:
-        """The bytes of unused blocks."""
         with self._lock:
             self._reclaim()
             return self._unused

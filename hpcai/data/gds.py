@@ -177,7 +177,6 @@ def _import_kvikio(device: torch.device) -> Any:
 
 @cache
 def _log_mode(compatible: bool) -> None:
-    """Log the mode of KvikIO, once per process."""
     mode = "GPUDirect Storage is available; file systems without it are read through pinned memory"
     if compatible:
         mode = "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"

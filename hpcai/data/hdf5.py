@@ -351,7 +351,6 @@ class Rows:
                 raise DataError(f"{path}: '{name}' has values {missing}{self.remedy}")
 
     def _check_kind(self, path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        """Raise DataError for a dataset of another shape or dtype."""
         kind, row_shape = self.fields[name]
         expected = row_shape if name in self._ragged else ("rows", *row_shape)
         if len(shape) != len(expected) or not all(n_expected in (None, got) for n_expected, got in zip(expected[1:], shape[1:])):

@@ -362,7 +362,6 @@ class _EpochPlan:
                 yield number, local
 
     def tasks(self) -> Iterator[Task]:
-        """Iterate over the tasks of this rank."""
         scatter = self._loader._scatter
         for number, positions in self.local_batches():
             yield from (t for slot, t in enumerate(self.tasks_at(positions)) if scatter is None or scatter.is_local(number, slot))
@@ -374,7 +373,6 @@ class _EpochPlan:
         return self.tasks_at(np.array([position]))[0]
 
     def record(self, number: int, tasks: Sequence[Task]) -> None:
-        """Record the delivery of batch ``number``."""
         first = self.first + number * self._loader.batch_size
         self._loader._history.append((self.epoch, first, [task.index for task in tasks]))
         positions = [task.position for task in tasks]

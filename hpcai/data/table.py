@@ -49,7 +49,6 @@ def signature(files: Iterable[tuple[str, int, int]]) -> "hashlib._Hash":
 
 
 def head_checksum(start: bytes | np.ndarray) -> int:
-    """Return the checksum of the first bytes of a file."""
     return zlib.crc32(bytes(start[:HEAD_BYTES]))
 
 

@@ -186,7 +186,6 @@ def ignore_signals() -> None:
 
 @contextmanager
 def _spawn_environment() -> Iterator[None]:
-    """Set environment and signal mask for the start of a worker."""
     with _start_lock, block_signals():
         before = {key: os.environ.get(key) for key in (*_ENVIRONMENT, *_AFFINITY)}
         try:

@@ -61,7 +61,6 @@ def _check_names(parser: Any, kind: str, names: Sequence[str] | None, known: Any
 
 
 def _measure_here(args: Any, part_of_case: dict[str, str]) -> Row:
-    """Measure the requested cases in this process."""
     facts = timing.device_info(dist.single_process().device)
     result: Row = {"bench": "gpu", "part": " ".join(args.parts), **facts, "tiny": args.tiny, "rows": []}
     args.rates = {name: result[name] for name in ("matrix_tflops", "copy_gb_s")}

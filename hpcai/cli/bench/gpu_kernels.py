@@ -208,7 +208,6 @@ def _segments(size: int, device: torch.device) -> fused_optimizer.Segments:
 
 
 def _update_kwargs(w: Tensor) -> dict[str, Any]:
-    """Return the common keyword arguments of all updates."""
     seed = _scalar(1, w.device, torch.int64)
     return {"found_inf": _scalar(0, w.device), "scale": None, "weight_decay": 0.01, "seed": seed}
 
@@ -348,7 +347,6 @@ def measure(name: str, args: Any) -> Iterator[Row]:
 
 
 def compare(name: str, kernel: Kernel, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, args: Any) -> Iterator[Row]:
-    """Yield the rows of all implementations at one size in one dtype."""
     sets = [kernel.inputs(RandomInputs(device, dtype, 0), *size)]
     set_bytes = sum(tensor.nbytes for tensor in _tensors(sets[0]))
     additional = min(_CACHE // max(set_bytes, 1), 15) if device.type == "cuda" else 0

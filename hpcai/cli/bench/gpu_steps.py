@@ -47,7 +47,6 @@ def cases() -> dict[str, tuple[str, Case]]:
 
 
 def measure(name: str, args: Any) -> Iterator[Row]:
-    """Yield the rows of the case ``name``."""
     app, case = cases()[name]
     benchmark = StepBenchmark(name, find_workload(app), case, args)
     for variant in VARIANTS:

@@ -128,7 +128,6 @@ def device_info(device: torch.device) -> Row:
 
 
 def free_memory() -> None:
-    """Collect garbage, and return cached memory to the GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -71,8 +71,6 @@ def measure_rate(splits: "Sequence[Split]", options: Options) -> dict[str, Any] 
 
 
 def rate_findings(directory: Path, result: dict[str, Any], options: Options) -> Iterator[Finding]:
-    """Yield a finding if the training needs a higher rate."""
-
     def format_rate(samples: float) -> str:
         return f"{samples:,.1f} samples/s ({samples * result['bytes_per_sample'] / 1e9:.3g} GB/s)"
 

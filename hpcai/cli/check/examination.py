@@ -124,7 +124,6 @@ class _Examination:
             self.add("rows", file.path, found=file.rows, want=expected, have=f"{INDEX} has it")
 
     def _check_table(self, file: DataFile) -> None:
-        """Compare the file with the table of the index."""
         table, number = file.split.table, file.split.file_numbers.get(file.path.name)
         if table is None or number is None or not file.complete:
             return

@@ -107,8 +107,6 @@ class Summary:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a check."""
-
     directory: Path
     options: Options
     findings: tuple[Finding, ...]

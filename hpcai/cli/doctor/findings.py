@@ -32,8 +32,6 @@ class Finding(findings.Finding):
 
 @dataclass
 class Report:
-    """The reports of all ranks of a job."""
-
     members: list[RankReport] = field(default_factory=list)
     network: Network = field(default_factory=Network)
     storage: Folders = field(default_factory=Folders)

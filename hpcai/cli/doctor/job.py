@@ -57,7 +57,6 @@ def check_job(args: Namespace, deadline: Deadline, rank_info: RankInfo, imports:
 
 
 def _fill_report(args: Namespace, deadline: Deadline, rank_info: RankInfo, mesh: Mesh, report: Report) -> None:
-    """Fill in the report of rank 0."""
     job = mesh.job
     deadline.begin("inspection")
     own_report = inspect_rank(rank_info)

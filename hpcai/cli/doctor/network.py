@@ -93,7 +93,6 @@ class Channel:
             torch.cuda.synchronize(self.device)
 
     def exchange(self, other: int, send: torch.Tensor | None = None, receive: torch.Tensor | None = None) -> None:
-        """Send one tensor, receive one, or both."""
         ops = (torch_dist.isend, send), (torch_dist.irecv, receive)
         for work in torch_dist.batch_isend_irecv([torch_dist.P2POp(op, x, other, self.group) for op, x in ops if x is not None]):
             work.wait()

@@ -67,7 +67,6 @@ def panel_title(axes: Axes, title: str, details: str, theme: Theme) -> None:
 
 
 def hide_axes(axes: Axes) -> None:
-    """Hide ticks, grid and frame of a panel."""
     axes.set(xticks=[], yticks=[])
     axes.grid(False)
     axes.spines[:].set_visible(False)

@@ -32,7 +32,6 @@ class Exchange:
         all_reduce_(torch.from_numpy(values), self._everyone)
 
     def close(self) -> None:
-        """Free the communicators."""
         if self._ring is not None:
             torch_dist.destroy_process_group(self._ring)
 

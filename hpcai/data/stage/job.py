@@ -219,7 +219,6 @@ class _Job:
         self.missing_nodes = all_reduce_(nodes, self.mesh.peers).numpy()  # number of nodes that need each file   [F]
 
     def copy(self, reader: Reader, progress: Progress | None, start: float) -> Staged:
-        """Copy the missing files, and record the complete ones."""
         total = int((self.missing_nodes * self.size).sum())
 
         def report(done: int) -> None:

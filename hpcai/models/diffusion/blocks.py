@@ -303,6 +303,5 @@ class TimeEmbedding(nn.Module):
 
 
 def zero_init(layer: Any) -> None:
-    """Initialize weight and bias to zero."""
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)

@@ -98,7 +98,6 @@ class TransformerConfig(Settings):
 
     @property
     def width(self) -> int:
-        """Hidden size."""
         return self.heads * self.head
 
 
@@ -416,5 +415,4 @@ class DiffusionConfig(Settings):
 
     @property
     def network(self) -> Any:
-        """The settings of the network."""
         return self.unet or self.dit or self.flux or self.sd3

@@ -300,7 +300,6 @@ def _to_unet(kind: str, cfg: Any) -> dict[str, Any] | None:
 
 
 def _head_sizes(cfg: UNetConfig) -> set[int]:
-    """Return all numbers of channels of a head."""
     levels = zip((*cfg.channels, cfg.channels[-1]), (*cfg.heads, cfg.heads[-1]), (*cfg.attention, cfg.middle))
     return {width // heads for width, heads, kind in levels if kind != "none"}
 

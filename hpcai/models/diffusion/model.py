@@ -69,7 +69,6 @@ class Diffusion(PretrainedMixin):
 
     @property
     def grid(self) -> Grid:
-        """The layout of samples on this rank."""
         return getattr(self.network, "grid", UNSHARDED)
 
     def train(self, mode: bool = True) -> Self:

@@ -198,7 +198,6 @@ def fid_to_sums(features: Tensor, mean: Tensor, covariance: Tensor) -> ScoreSums
 
 
 def _moments(products: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and covariance."""
     n = products[-1, -1]
     if n < 2:
         raise DataError(f"FID: {n:.0f} rows of features; expected two at least, and better thousands")

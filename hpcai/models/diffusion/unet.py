@@ -24,8 +24,6 @@ _Attention = Callable[[], nn.Module] | None
 
 
 class _LayerFactory:
-    """Constructs the blocks of a level from the settings."""
-
     def __init__(self, cfg: UNetConfig) -> None:
         self.cfg, self.time = cfg, 4 * cfg.channels[0]
         self.space = blocks.Space(cfg.dims, cfg.periodic)
@@ -59,7 +57,6 @@ class Level(nn.Module):
         yield from zip(self.resnets, getattr(self, "attentions", [None] * len(self.resnets)))
 
     def run(self, part: nn.Module, *args: Tensor | None) -> Tensor:
-        """Return ``part(*args)``, with recomputation in the backward pass."""
         return run_block(part, self.recompute, *args)
 
 

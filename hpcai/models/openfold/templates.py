@@ -103,7 +103,6 @@ def parse_chain_name(hit: Hit) -> str | None:
 def _match_or_reason(
     hit: Hit, name: str | None, sequence: str, chain_info: Callable[[str], ChainInfo | None], entry: str | None, before: date | None
 ) -> Match | str:
-    """Return the template, or the reason against it."""
     letters = hit.hit.replace("-", "")
     if name is None:
         return "not named as a chain of an entry, such as 4zey_A"
