@@ -52,9 +52,6 @@ def head_checksum(start: bytes | np.ndarray) -> int:
     return zlib.crc32(bytes(start[:HEAD_BYTES]))
 
 
-# ---- writing
-
-
 def describe(path: Path, rows: int) -> dict[str, Any]:
     """Return the table entries of a file, as JSON values, without external, virtual and non-numeric datasets. Raises DataError for
     a file that is missing or damaged."""
@@ -119,9 +116,6 @@ def _build_arrays(descriptions: Sequence[Mapping[str, Any]]) -> dict[str, np.nda
     if all("values" in d for d in descriptions) and len(kinds) == 1:
         arrays["values"] = np.frombuffer(bytes.fromhex("".join(d["values"] for d in descriptions)), kinds.pop())
     return arrays
-
-
-# ---- reading
 
 
 class Table:

@@ -42,9 +42,6 @@ def is_copy(path: Path, size: int, mtime_ns: int) -> bool:
     return stat.S_ISREG(status.st_mode) and (status.st_size, status.st_mtime_ns) == (size, mtime_ns)
 
 
-# ---- the target
-
-
 class Record(NamedTuple):
     """The contents of a target. ``files``: size and time in ns of files that were complete when the record was written;
     ``verified``: their SHA-256 were compared."""
@@ -106,9 +103,6 @@ def expand_on_node(text: str) -> str:
     if not text.strip():
         raise DataError(f"{text!r} is no name")
     return expand(text)
-
-
-# ---- the source
 
 
 def assign_shards(source: str | Path, shards: int) -> dict[Path, int]:

@@ -19,9 +19,6 @@ from hpcai.errors import DataError
 ScoreSums = tuple[tuple[Tensor, ...], Callable[..., Any]]
 
 
-# ---- ensembles
-
-
 def crps(members: Tensor, observed: Tensor, fair: bool = False) -> Tensor:
     """Return the continuous ranked probability score of each pixel, in the unit of the field: mean |x - y| - sum |x - x'| / (2 M^2)
     (Gneiting and Raftery 2007); ``fair``: with 2 M (M - 1), unbiased in M (Ferro 2014).   [M, B, P], [B, P] -> [B, P]"""
@@ -89,9 +86,6 @@ def _check_pair(members: Tensor, observed: Tensor, least: int) -> tuple[Tensor, 
         actual = f"members are {list(members.shape)}, observed is {list(observed.shape)}"
         raise DataError(f"scores of an ensemble: {actual}; expected [M, B, ...] with {least} members at least, and [B, ...]")
     return members.double(), observed.double()
-
-
-# ---- spectra
 
 
 class Shells(NamedTuple):
@@ -162,9 +156,6 @@ def _sum_by_shell(values: Tensor, shell: Tensor, count: int) -> Tensor:
     return sums.index_add_(1, shell.flatten(), values.flatten(1))[:, :count]
 
 
-# ---- one-point distributions
-
-
 def histogram(values: Tensor, edges: Tensor) -> Tensor:
     """Count the values below the first edge, in each bin, and above the last edge. A bin contains its lower edge, the last bin also
     its upper one.   [*], [K + 1] -> [K + 2] int64"""
@@ -182,9 +173,6 @@ def one_point_sums(generated: Tensor, true: Tensor, edges: Tensor) -> ScoreSums:
 def _finish_one_point(generated: Tensor, true: Tensor) -> dict[str, float]:
     pdfs = [x / x.sum() for x in (generated.double(), true.double())]
     return {"ks": (pdfs[0] - pdfs[1]).cumsum(0)[:-1].abs().max().item()}
-
-
-# ---- features
 
 
 def fid_to_sums(features: Tensor, mean: Tensor, covariance: Tensor) -> ScoreSums:

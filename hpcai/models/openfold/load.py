@@ -26,9 +26,6 @@ Rules = tuple[tuple[str, str], ...]
 _MODEL = "openfold"
 _MAX_SHOWN = 4  # names in a message
 
-
-# ---- names
-
 _TABLES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
 _PARTS: dict[str, list[str]] = _TABLES.pop("parts")
 _FUSED: dict[str, list[str]] = _TABLES.pop("fused")
@@ -78,9 +75,6 @@ def _haiku_path(name: str) -> str:
     return f"alphafold/alphafold_iteration/{path.replace('.', '/')}//{leaves.get(leaf, leaf)}"
 
 
-# ---- values
-
-
 def from_public(state_public: Mapping[str, Tensor], names: Iterable[str], form: Form = "openfold") -> dict[str, Tensor]:
     """Return weights for a model whose state dict has ``names``; copies."""
     return {name: torch.cat([_to_hpcai(state_public[part.name], part, form) for part in _parts(name, form)]) for name in names}
@@ -127,9 +121,6 @@ def _heads(name: str, cfg: OpenFoldConfig) -> int:
         return cfg.template.pairs.heads if ".tri_att_" in name else cfg.template.heads
     msa, pairs = (cfg.extra.msa, cfg.extra.pairs) if name.startswith("extra_msa_stack.") else (cfg.rows, cfg.pairs)
     return pairs.heads if ".tri_att_" in name else msa.outer if ".outer_product_mean." in name else msa.heads
-
-
-# ---- files
 
 
 def in_form(state: Mapping[str, Tensor], cfg: OpenFoldConfig, form: Form) -> dict[str, Any]:

@@ -19,9 +19,6 @@ _MAX_BYTE_PAIRS = 127  # pairs of residues that a byte can count
 _CHUNK = 32  # residues of a chunk: their counts fit the cache of a core, and bound the memory of large alignments
 
 
-# ---- random choices
-
-
 def choose_clusters(rows: int, clusters: int, generator: np.random.Generator) -> tuple[Array, Array]:
     """Return the rows of cluster centres, the query first, and the other rows; both in random order.   [min(C, S)], [the rest]"""
     order = np.concatenate([[0], 1 + generator.permutation(rows - 1)])
@@ -50,9 +47,6 @@ def mask_msa(msa: Array, profile: Array, cfg: MaskConfig, generator: np.random.G
     masked = msa.copy()
     masked[row, column] = np.choose(replacement, [generator.integers(0, UNKNOWN, len(row)), likely, msa[row, column], MASKED])
     return masked, selected
-
-
-# ---- statistics
 
 
 def msa_profile(msa: Array) -> NDArray[np.float32]:
@@ -108,9 +102,6 @@ def summarize_clusters(
     # The public code adds 1e-6, so that frequencies do not quite sum to 1.
     size = np.float32(1e-6) + (1 + np.bincount(cluster, minlength=count)).astype(np.float32)[:, None]
     return letters.astype(np.float32) / size[..., None], deletion_mean.astype(np.float32) / size
-
-
-# ---- features
 
 
 def one_hot(letters: Array, kinds: int) -> NDArray[np.float32]:
