@@ -56,9 +56,6 @@ class Level(nn.Module):
         """Yield each block with the attention after it."""
         yield from zip(self.resnets, getattr(self, "attentions", [None] * len(self.resnets)))
 
-    def run(self, part: nn.Module, *args: Tensor | None) -> Tensor:
-        return run_block(part, self.recompute, *args)
-
 
 class DownLevel(Level):
     """x [B, C, ...] -> [B, C', .../2], and the outputs of all blocks and of the downsampling, for skip connections"""
@@ -70,8 +67,8 @@ class DownLevel(Level):
     def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         outputs = []
         for block, attention in self.parts():
-            x = self.run(block, x, time)
-            x = x if attention is None else self.run(attention, x, tokens)
+            x = run_block(block, self.recompute, x, time)
+            x = x if attention is None else run_block(attention, self.recompute, x, tokens)
             outputs.append(x)
         for down in self.downsamplers or ():
             x = down(x)
@@ -88,8 +85,8 @@ class UpLevel(Level):
 
     def forward(self, x: Tensor, skips: list[Tensor], sizes: Sequence[int], time: Tensor, tokens: Tensor | None) -> Tensor:
         for (block, attention), skip in zip(self.parts(), skips):
-            x = self.run(block, x, time, skip)
-            x = x if attention is None else self.run(attention, x, tokens)
+            x = run_block(block, self.recompute, x, time, skip)
+            x = x if attention is None else run_block(attention, self.recompute, x, tokens)
         for up in self.upsamplers or ():
             x = up(x, sizes)
         return x
@@ -104,10 +101,10 @@ class Middle(Level):
             self.attentions = nn.ModuleList([attention()])
 
     def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> Tensor:
-        x = self.run(self.resnets[0], x, time)
+        x = run_block(self.resnets[0], self.recompute, x, time)
         for attention in getattr(self, "attentions", ()):
-            x = self.run(attention, x, tokens)
-        return self.run(self.resnets[1], x, time)
+            x = run_block(attention, self.recompute, x, tokens)
+        return run_block(self.resnets[1], self.recompute, x, time)
 
 
 class UNet(nn.Module):
