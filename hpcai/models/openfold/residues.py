@@ -20,10 +20,7 @@ RESTYPES = "ARNDCQEGHILKMFPSTWYV"  # sorted by three-letter name
 UNKNOWN, GAP, MASKED = 20, 21, 22
 _GEOMETRY = tomllib.loads(Path(__file__).with_name("residues.toml").read_text(encoding="utf-8"))
 RESNAMES = tuple(_GEOMETRY["atoms"])
-ATOM_TYPES = (
-    "N", "CA", "C", "CB", "O", "CG", "CG1", "CG2", "OG", "OG1", "SG", "CD", "CD1", "CD2", "ND1", "ND2", "OD1", "OD2", "SD",
-    "CE", "CE1", "CE2", "CE3", "NE", "NE1", "NE2", "OE1", "OE2", "CH2", "NH1", "NH2", "OH", "CZ", "CZ2", "CZ3", "NZ", "OXT",
-)  # fmt: skip
+ATOM_TYPES = tuple(_GEOMETRY["atom37"].split())
 ATOM_ORDER = {name: place for place, name in enumerate(ATOM_TYPES)}
 VAN_DER_WAALS = {"C": 1.7, "N": 1.55, "O": 1.52, "S": 1.8}  # radii, angstrom
 
