@@ -321,9 +321,8 @@ class Reader(AbstractContextManager["Reader"]):
     def _advice(self, error: OSError) -> str:
         if error.errno == errno.EINVAL and self.mode == "direct":
             return "; this file system may not support O_DIRECT: set the reader to auto or buffered"
-        return (
-            "; the disk or the file system fails: try cat FILE > /dev/null, and tell the centre" if error.errno == errno.EIO else ""
-        )
+        failing = "; the disk or the file system fails: try cat FILE > /dev/null, and tell the centre"
+        return failing if error.errno == errno.EIO else ""
 
     def _open(self, path: Path) -> _File:
         try:

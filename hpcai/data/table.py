@@ -159,10 +159,8 @@ class DatasetLayouts:
         has_all_files = len(self.storage) == len(dims) == len(pieces) == count and dtypes.shape == (count, _DTYPE_BYTES)
         _check(has_all_files, f"'{name}' is not of so many files")
         present, chunked = self.storage != ABSENT, self.storage == CHUNKED
-        _check(
-            bool((self.storage <= HDF5_ONLY).all() and ((dims > 0) == present).all() and (dims <= _MAX_DIMS).all()),
-            self._invalid("dims"),
-        )
+        dims_fit = (self.storage <= HDF5_ONLY) & ((dims > 0) == present) & (dims <= _MAX_DIMS)
+        _check(bool(dims_fit.all()), self._invalid("dims"))
         texts, self._dtype_of = np.unique(np.ascontiguousarray(dtypes).view(f"S{_DTYPE_BYTES}").reshape(-1), return_inverse=True)
         used = np.bincount(self._dtype_of, present, len(texts)) > 0
         _check(all(_DTYPE.fullmatch(text) for text, is_used in zip(texts.tolist(), used) if is_used), self._invalid("dtype"))
