@@ -89,9 +89,8 @@ def _check_norm(values: Tensor, parameters: list[Tensor], dy: Tensor, trainable:
         out = norm(x, *own, 1e-5, dy.dtype)
         return [out.detach(), *torch.autograd.grad(out, [x, *own] if trainable else [x], dy)]
 
-    results = run()
-    assert all(torch.equal(first, second) for first, second in zip(results, run(), strict=True)), "reproducible bitwise"
-    out, dx, *sums = results
+    out, dx, *sums = results = run()
+    assert not out.is_cuda or all(map(torch.equal, results, run())), "reproducible bitwise"  # as the interpreter always is
     assert out.dtype == dy.dtype and out.is_contiguous() and dx.dtype == values.dtype
     with torch.no_grad():
         assert torch.equal(norm(values, *parameters, 1e-5, dy.dtype), out), "the same result without saved tensors"
@@ -179,7 +178,7 @@ def _check_product(
         return [out.detach(), *torch.autograd.grad(out, leaves, dy)]
 
     results = run()
-    assert all(torch.equal(first, second) for first, second in zip(results, run())), "reproducible bitwise"
+    assert not x.is_cuda or all(map(torch.equal, results, run())), "reproducible bitwise"
     assert all(t.is_contiguous() and t.dtype == x.dtype for t in results)
     for name, actual, value in zip(("y", "dx", "dg"), results, expected):
         _check_close(name, actual, value, value.abs() + dg_terms.abs() * (name == "dg"))
@@ -321,15 +320,15 @@ def check_quantize(shape: tuple[int, int], dtype: torch.dtype, x_dtype: torch.dt
 def check_scales(device: str) -> None:
     """Check the scales at the ends of float32's range, and around the maxima where the scale changes."""
     for dtype in MAX_EXPONENT:
-        for amax in (0.0, -0.0, 1e-45, 1e-40, 2.0**-126, 2.0**-118, 448.0, 448.0001, 57344.0, 57345.0, 1.0, 1.7499999, 3.3e38):
-            _check_reference(torch.full((1, 16), amax, device=device), dtype)
-            _check_reference(torch.full((1, 16), -amax, device=device).bfloat16(), dtype)
+        for amax in (0.0, -0.0, 1e-45, 1e-40, 2.0**-126, 2.0**-118, 448.0, 448.00003, 57344.0, 57344.004, 1.0, 1.7499999, 3.3e38):
+            _check_reference(torch.full((1, 16), amax, device=device), dtype, forms=1)
+            _check_reference(torch.full((1, 16), -amax, device=device).bfloat16(), dtype, forms=1)
 
 
-def _check_reference(x: Tensor, dtype: torch.dtype) -> None:
+def _check_reference(x: Tensor, dtype: torch.dtype, forms: int = 4) -> None:
     expected = float8.reference(x, dtype, True, True, None)
     fixed = expected.scale
-    for rows, columns, scale in ((True, True, None), (True, False, fixed), (False, True, None), (True, True, fixed)):
+    for rows, columns, scale in ((True, True, None), (True, False, fixed), (False, True, None), (True, True, fixed))[:forms]:
         actual = float8_triton.quantize(x, dtype, rows, columns, scale)
         for out, ref, present in zip(actual, expected, (rows, columns, True), strict=True):
             assert (out is not None) is present

@@ -16,16 +16,16 @@ _ALL = ("90", "sm_90a", "8"), ("80", "sm_80", "8"), ("100", "sm_100a", "8")
 TARGETS = [("90", "sm_90a", "1"), *(pytest.param(*x, marks=pytest.mark.claim) for x in _ALL)]
 
 
-# Programs run in forks of one process, which has imported torch and the kernels. The interpreter of Triton 3.6 takes arrays of one
-# element as bounds of loops, which NumPy 2.4 does not convert to int.
+# Programs run in forks of one process, which has imported torch and the kernels. The interpreter replaces the functions of
+# triton.language at each call of a function of a kernel, a third of its time: here once. Triton 3.6 takes arrays of one element as
+# bounds of loops, which NumPy 2.4 does not convert to int.
 _INTERPRETER = """
-import json, os, sys
+import json, os, pytest, sys, torch._dynamo
 import triton.runtime.interpreter as inside
-if patched := getattr(inside, "_patch_lang_tensor", None):
-    def patch(tensor, scope):
-        patched(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-    inside._patch_lang_tensor = patch
+from types import SimpleNamespace
+inside._patch_lang(SimpleNamespace(__globals__={"tl": inside.tl, "core": inside.tl.core}))
+inside._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)
+inside.tl.tensor.__index__ = lambda self: int(self.handle.data.item())
 from tests.slow import formulas
 for name, program, *args in json.load(sys.stdin):
     print(name, end=": ", flush=True)
