@@ -1,6 +1,7 @@
 """The app that aligns a model: every method trains, on any number of ranks, and what it leaves is a model."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def test_a_run_leaves_a_model_and_a_report(data: Path, tmp_path: Path, monkeypat
     assert read_run(run).found is not None and "held-out prompts are solved" in page and "answers at the last evaluation" in page
     model = LLM.load(run)
     assert isinstance(str(model.generate("12+34=", most=3)), str)
+
+
+def test_the_cell_of_the_page_runs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cell,) = re.findall(r"```python\n(.*?)```", (ROOT / "apps/align/README.md").read_text(), re.S)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/arithmetic-sft").symlink_to(data / "model")
+    monkeypatch.chdir(tmp_path)
+    exec(cell, {})
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_several_ranks_train_as_one(data: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ TINY = OpenFoldConfig.preset("model_1", blocks=1, extra={"blocks": 1}, msa=16, p
 PLAIN = {"docs/containers.md", "docs/reading.md"}  # output of a program, a tree of calls: blocks without a language
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 ELSEWHERE = {  # pages with Python that other tests run
+    "apps/align/README.md": "tests/apps/test_align.py",
     "apps/llm/README.md": "tests/apps/test_llm.py",
     "apps/opencatalyst/README.md": "tests/unit/models/test_dimenet_formats.py",
     "docs/new_model.md": "tests/apps/test_new_model.py",
