@@ -51,7 +51,8 @@ def batch(loss: str, step: int) -> RolloutBatch | PreferenceBatch:
         return PreferenceBatch(tokens, mask, 3 * noise[0, :, 0] - 40, noise[1, :, 0].abs())
     documents, log_probs = (torch.rand(8, 17, generator=generator) < 0.2).cumsum(1), 0.3 * noise - 3
     mask &= pad(documents.diff(dim=1) == 0, (1, 0))
-    return RolloutBatch(tokens, mask, log_probs[0], noise[1], documents, log_probs[2], log_probs[3], noise[4], noise[1])
+    further = log_probs[2], log_probs[3], noise[4], noise[1], noise[0, :, 0]
+    return RolloutBatch(tokens, mask, log_probs[0], noise[1], documents, *further)
 
 
 @pytest.mark.parametrize(
