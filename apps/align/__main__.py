@@ -1,7 +1,8 @@
-"""Align a language model:  python -m apps.align apps/align/configs/arithmetic.yaml [method=rloo step.lr=1e-6 ...]"""
+"""Align a language model:  python -m apps.align apps/align/configs/small.yaml [method=rloo step.lr=1e-6 ...]"""
 
-
+import shutil
 import time
+from functools import partial
 
 from apps.align.settings import Config
 from hpcai import config
@@ -9,8 +10,9 @@ from hpcai import config
 
 def main(cfg: Config) -> None:
     from apps.align.build import build_data, build_step, complete_settings
-    from apps.align.texts import save_answers, save_tokenizer
+    from apps.align.texts import save_answers
     from hpcai import dist, train
+    from hpcai.models.llm.tokenizer import tokenizer_files
 
     cfg = complete_settings(cfg)
     with dist.start(cfg.mesh) as mesh, train.Run("align", cfg, mesh) as run:
@@ -21,7 +23,8 @@ def main(cfg: Config) -> None:
             run.reports.emit("evaluate", step=0, epoch=0.0, samples=0, **values, seconds=time.perf_counter() - began)
         result = train.fit(step, data, cfg.train, validation=validation, evaluate=metric, run=run)
         if result.reason != "signal":
-            save_tokenizer(run, cfg, step)
+            for name, file in tokenizer_files(cfg.start.tokenizer or cfg.start.weights).items():
+                run.write_file(name, partial(shutil.copyfile, file))
         run.finish(step, result)
         if result.reason != "signal" and held_out is not None:
             save_answers(run, cfg, held_out)

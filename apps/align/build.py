@@ -15,7 +15,6 @@ from hpcai.models.llm import (
     LLM,
     ActorCritic,
     Critic,
-    LLMConfig,
     Network,
     PreferenceConfig,
     Preferences,
@@ -31,8 +30,7 @@ from hpcai.models.llm import (
     preference_loss,
     reward_loss,
 )
-from hpcai.models.llm.families import TRAINING_SETTINGS
-from hpcai.models.llm.load import read_settings
+from hpcai.models.llm.load import override_settings, read_settings
 from hpcai.models.llm.rollouts import policy_of
 from hpcai.models.llm.text import stop_tokens
 from hpcai.nn.deferred_init import deferred, materialize
@@ -41,14 +39,7 @@ from hpcai.train.checkpoint_reader import step_number
 
 def complete_settings(cfg: Config) -> Config:
     """Return ``cfg`` with the model of ``start.weights``. Raises ConfigError for a setting that differs from it."""
-    loaded = read_settings(cfg.start.weights)
-    fields = LLMConfig.model_fields.items()
-    changes = {name: value for name, field in fields if (value := getattr(cfg.model, name)) != field.get_default()}
-    for name, value in changes.items():
-        if name not in TRAINING_SETTINGS and value != getattr(loaded, name):
-            text = f"model.{name} is {value}, in {cfg.start.weights} it is {getattr(loaded, name)}; leave it out"
-            raise ConfigError(text)
-    return cfg.model_copy(update={"model": loaded.model_copy(update=changes)})
+    return cfg.model_copy(update={"model": override_settings(cfg.start.weights, cfg.model)})
 
 
 def build_step(cfg: Config, mesh: Mesh) -> train.Step:
@@ -112,7 +103,7 @@ def build_data(cfg: Config, step: train.Step, run: train.Run) -> tuple[Any, Any,
     if is_rollout or held_out:
         reward = Rewards(cfg.reward) if cfg.reward.model is None else _frozen(cfg, step, cfg.reward.model, Critic)
         prompts = read_prompts(data.directory / data.prompts, tokenizer, mesh) if is_rollout else held_out
-        alone = {"prompts": mesh["replicate"].size, "updates": 1, "staleness": 0}  # it only evaluates
+        alone = {"prompts": mesh["replicate"].size, "num_mini_batches": 1, "staleness": 0}  # it only evaluates
         sizes = cfg.rollout if is_rollout else cfg.rollout.model_copy(update=alone)
         rollouts = Rollouts(
             step, prompts, reward, sizes, tokenizer, method=cfg.method if is_rollout else "grpo",

@@ -6,8 +6,8 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from hpcai.config import NonNegativeInt, PositiveInt, Settings
-from hpcai.models.llm import LLMConfig, LoRAConfig, PolicyConfig, PreferenceConfig, RewardConfig, RolloutConfig
-from hpcai.settings import MeshConfig, ReportConfig, RunConfig, StepConfig, Tensor, TrainConfig
+from hpcai.models.llm import AxesConfig, LLMConfig, LoRAConfig, PolicyConfig, PreferenceConfig, RewardConfig, RolloutConfig
+from hpcai.settings import ReportConfig, RunConfig, StepConfig, TrainConfig
 
 ROLLOUT_METHODS = "grpo", "rloo", "ppo"
 
@@ -44,17 +44,6 @@ class StartConfig(Settings):
     """frozen weights of the reference; null: `weights`"""
     critic: Path | None = None
     """ppo: of the critic, such as a reward model; null: `weights`, with a new output layer"""
-
-
-class AxesConfig(MeshConfig, Tensor):
-    """The mesh: model replicas, sharded over ``pipeline``, ``context`` and ``tensor``."""
-
-    context: PositiveInt = 1
-    """context parallelism: a long sequence is sharded along its tokens"""
-    pipeline: PositiveInt = 1
-    """pipeline parallelism: the layers are split into consecutive stages"""
-    expert: PositiveInt = 1
-    """expert parallelism: so many neighbouring replicas share the experts of a layer, and each has some of them"""
 
 
 class Config(RunConfig):

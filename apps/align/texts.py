@@ -1,6 +1,5 @@
-"""The outputs of a run beside its weights: its tokenizer, and the answers of its report."""
+"""The answers of a run for its report."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +8,8 @@ import numpy as np
 from apps.align.settings import Config
 from hpcai import log, train
 from hpcai.models.llm import Rollouts
-from hpcai.models.llm.tokenizer import CONFIG, CONTENT, TEMPLATE
 
 SECONDS = "generate_seconds", "score_seconds", "train_seconds"
-
-
-def save_tokenizer(run: train.Run, cfg: Config, step: train.Step) -> None:
-    """Copy the tokenizer into the folder of the run, which can then be loaded as a model."""
-    source = cfg.start.tokenizer or cfg.start.weights
-    folder = source if source.is_dir() else source.parent
-    for name in (CONTENT, CONFIG, TEMPLATE):
-        if (file := folder / name).is_file():
-            run.write_file(name, lambda path, file=file: shutil.copyfile(file, path))
 
 
 def save_answers(run: train.Run, cfg: Config, rollouts: Rollouts) -> None:

@@ -17,9 +17,8 @@ from hpcai.data.splits import HELD_OUT, ConcatSamples, Samples, make_loader, ope
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import broadcast_from_first
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_deferred, parallelize
-from hpcai.models.llm.families import TRAINING_EXPERTS, TRAINING_SETTINGS
-from hpcai.models.llm.load import read_settings
+from hpcai.models.llm import LLM, Batch, adapt, load_deferred, parallelize
+from hpcai.models.llm.load import override_settings
 from hpcai.models.llm.tokenizer import CONTENT, Tokenizer
 from hpcai.programs import command_of
 from hpcai.schema import format_first_error
@@ -160,27 +159,11 @@ def _check_folders(cfg: Config, folders: Sequence[Path], metadata: Sequence[Text
 def complete_settings(cfg: Config) -> Config:
     """Return ``cfg`` with defaults of the model replaced by the settings of ``start.weights``, or by vocabulary and positions of
     the data. Raises ConfigError if a setting differs from that of the weights."""
-    fields = LLMConfig.model_fields.items()
-    explicit = {name: value for name, field in fields if (value := getattr(cfg.model, name)) != field.get_default()}
-    folder, free = cfg.start.weights, {*TRAINING_SETTINGS, "positions"}
-    if folder is None:
-        metadata = read_metadata(cfg.data.directory)
-        defaults = {"vocabulary": metadata.vocabulary, "positions": metadata.sequence}
-        return cfg.model_copy(update={"model": cfg.model.model_copy(update=defaults | explicit)})
-    loaded = read_settings(folder)
-    if "mtp_layers" in cfg.model.model_fields_set and cfg.model.mtp_layers < loaded.mtp_layers:
-        loaded = loaded.model_copy(update={"mtp_layers": cfg.model.mtp_layers})
-    if loaded.experts is not None and (experts := explicit.pop("experts", None)) is not None:
-        changes = {name: getattr(experts, name) for name in experts.model_fields_set}
-        for name, value in changes.items():
-            if name not in TRAINING_EXPERTS and value != getattr(loaded.experts, name):
-                ours = getattr(loaded.experts, name)
-                raise ConfigError(f"model.experts.{name} is {value}, in {folder} it is {ours}; leave it out")
-        loaded = loaded.model_copy(update={"experts": loaded.experts.model_copy(update=changes)})
-    for name, value in explicit.items():
-        if name not in free and value != getattr(loaded, name):
-            raise ConfigError(f"model.{name} is {value}, in {folder} it is {getattr(loaded, name)}; leave it out")
-    return cfg.model_copy(update={"model": loaded.model_copy(update={name: explicit[name] for name in free & set(explicit)})})
+    if cfg.start.weights is not None:
+        return cfg.model_copy(update={"model": override_settings(cfg.start.weights, cfg.model)})
+    metadata = read_metadata(cfg.data.directory)
+    defaults = {"vocabulary": metadata.vocabulary, "positions": metadata.sequence}
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update=defaults | cfg.model.changed)})
 
 
 def build_model(cfg: Config, mesh: Mesh) -> LLM:

@@ -8,10 +8,9 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from apps.llm.settings import AxesConfig
 from hpcai import config
 from hpcai.config import Settings
-from hpcai.models.llm import SamplingConfig
+from hpcai.models.llm import AxesConfig, SamplingConfig
 
 
 class PromptingConfig(Settings):

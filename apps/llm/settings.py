@@ -6,8 +6,8 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from hpcai.config import NonNegativeInt, PositiveFloat, PositiveInt, Settings
-from hpcai.models.llm import LLMConfig, LoRAConfig
-from hpcai.settings import LoaderConfig, MeshConfig, ReportConfig, RunConfig, StepConfig, Tensor, TrainConfig
+from hpcai.models.llm import AxesConfig, LLMConfig, LoRAConfig
+from hpcai.settings import LoaderConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
 
 
 class DataConfig(LoaderConfig):
@@ -41,17 +41,6 @@ class StartConfig(Settings):
 
     weights: Path | None = None
     """folder in Hugging Face's format, such as Llama's, or a safetensors file of hpcai"""
-
-
-class AxesConfig(MeshConfig, Tensor):
-    """The mesh: model replicas, sharded over ``pipeline``, ``context`` and ``tensor``."""
-
-    context: PositiveInt = 1
-    """context parallelism: a long sequence is sharded along its tokens"""
-    pipeline: PositiveInt = 1
-    """pipeline parallelism: the layers are split into consecutive stages"""
-    expert: PositiveInt = 1
-    """expert parallelism: so many neighbouring replicas share the experts of a layer, and each has some of them"""
 
 
 class StagesConfig(Settings):

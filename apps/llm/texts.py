@@ -7,6 +7,7 @@ import gzip
 import lzma
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from apps.llm.settings import Config
 from hpcai import dist, train
 from hpcai.models.llm import SamplingConfig, Tokenizer, complete
-from hpcai.models.llm.tokenizer import CONFIG, CONTENT, TEMPLATE
+from hpcai.models.llm.tokenizer import tokenizer_files
 
 _TEXTS, _PROMPT_TOKENS, _NEW_TOKENS = 6, 64, 128  # continued texts, prompt tokens and generated tokens of each
 _SAMPLING = SamplingConfig(most=_NEW_TOKENS, temperature=0.8, top_p=0.95)
@@ -27,9 +28,8 @@ def save_tokenizer(run: train.Run, cfg: Config, model: Any) -> None:
     """Copy the tokenizer of the rows into the folder of the run, which can then generate text, and give it to the model."""
     if run.mesh.is_first:
         model.tokenizer = Tokenizer.load(cfg.data.directory)
-    for name in (CONTENT, CONFIG, TEMPLATE):
-        if (source := cfg.data.directory / name).is_file():
-            run.write_file(name, lambda path, source=source: shutil.copyfile(source, path))
+    for name, file in tokenizer_files(cfg.data.directory).items():
+        run.write_file(name, partial(shutil.copyfile, file))
 
 
 def save_texts(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor]) -> None:

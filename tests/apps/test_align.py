@@ -18,8 +18,9 @@ from tests.apps.app_runs import ROOT, App, check_equal_weights, metric_by_step, 
 
 ALIGN = App(
     "align", lambda folder: None,
-    ["data.validation_prompts=6", "data.pairs=easy.jsonl", "data.batch=4", "rollout.prompts=4", "rollout.answers=4",
-     "rollout.updates=2", "rollout.epoch=8", "train.steps=10", "train.report_every=1", "checkpoint.every_steps=1", "step.lr=0.1"],
+    ["data.validation_prompts=6", "data.pairs=easy.jsonl", "data.batch=4", "rollout.prompts=4", "rollout.num_generations=4",
+     "rollout.num_mini_batches=2", "rollout.epoch=8", "train.steps=10", "train.report_every=1", "checkpoint.every_steps=1",
+     "step.lr=0.1"],
 )  # fmt: skip
 
 

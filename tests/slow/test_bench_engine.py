@@ -12,10 +12,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcai.models.llm import LLM, Batch, Engine, EngineConfig, LLMConfig, Request, SamplingConfig, complete, loss
+from hpcai.dist.mesh import Mesh
+from hpcai.models.llm import (
+    LLM,
+    Batch,
+    Engine,
+    EngineConfig,
+    LLMConfig,
+    Prompt,
+    Request,
+    RewardConfig,
+    Rewards,
+    RolloutConfig,
+    Rollouts,
+    SamplingConfig,
+    Tokenizer,
+    complete,
+    loss,
+    policy_loss,
+)
 from hpcai.models.llm.engine.quantization import QuantizedLayers
 from hpcai.models.llm.families import hub_config
 from hpcai.models.llm.gathered import override_attributes
+from hpcai.settings import StepConfig
+from hpcai.train import Step
 
 pytestmark = pytest.mark.timing
 SIZES = {"vocabulary": 2048, "width": 320, "layers": 6, "heads": 5, "inner": 864, "positions": 1024}
@@ -64,6 +84,26 @@ def test_texts_of_unequal_lengths_end_sooner_than_in_batches(quiet_hugging_face:
     print(f"\n{sum(lengths)} tokens: " + ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items()))
     assert seconds["engine, 8 texts"] * 2 < seconds["transformers"]
     assert seconds["engine, 32 texts"] * 2 < seconds["batches"]
+
+
+def test_generation_takes_less_of_an_iteration_of_grpo_by_the_engine() -> None:
+    """16 prompts with 8 answers each, whose lengths are geometric: 256 tokens on average, 448 at most. Random weights."""
+    torch.manual_seed(0)
+    tokenizer = Tokenizer.byte_level()
+    model = LLM(LLMConfig(vocabulary=257, width=256, layers=4, heads=4, inner=688, positions=512))
+    step = Step(model.train(), policy_loss, StepConfig(lr=1e-5, accumulate=16), Mesh({}))
+    prompts = [Prompt(text, tokenizer.encode(text), {}) for text in (f"question {n}: " for n in range(16))]
+    sampling = SamplingConfig(temperature=1.0, most=448)
+    cfg = RolloutConfig(prompts=16, num_generations=8, sampling=sampling, sizes=EngineConfig(max_num_seqs=32), pad_to=64)
+    reward = Rewards(RewardConfig(), lambda prompts, completions: [len(text) % 2 for text in completions])
+    batches = Rollouts(step, prompts, reward, cfg, tokenizer, stop=[256])
+    inputs, seeds = [prompt.tokens for prompt in prompts for _ in range(8)], [*range(128)]
+    engine = _seconds(lambda: batches._generate(inputs, sampling, seeds))
+    static = _seconds(lambda: [complete(model, inputs[n : n + 32], sampling, [256], seeds[n : n + 32]) for n in range(0, 128, 32)])
+    iteration = _seconds(lambda: step(next(iter(batches.epoch(0)))))
+    shares = [seconds / (iteration - engine + seconds) for seconds in (static, engine)]
+    print(f"\nan iteration {iteration:.1f} s, generation {static:.1f} -> {engine:.1f} s, shares {shares[0]:.2f} -> {shares[1]:.2f}")
+    assert shares[1] < shares[0]
 
 
 def test_few_texts_decode_faster_with_quantized_weights() -> None:

@@ -11,7 +11,7 @@ __getattr__, __all__ = attach(
             "preference_loss", "reward_loss", "token_log_probs", "token_values", "value_loss",
         ],
         ".alignment_config": ["KLConfig", "PolicyConfig", "PreferenceConfig", "RewardConfig", "RolloutConfig"],
-        ".config": ["EngineConfig", "LLMConfig", "LoRAConfig", "SamplingConfig"],
+        ".config": ["AxesConfig", "EngineConfig", "LLMConfig", "LoRAConfig", "SamplingConfig"],
         ".critic": ["ActorCritic", "Critic"],
         ".engine": ["Engine", "Request"],
         ".generation": ["complete", "generate"],

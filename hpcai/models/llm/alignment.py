@@ -129,13 +129,13 @@ def policy_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) ->
 
 
 def actor_critic_loss(model: Any, batch: RolloutBatch, cfg: PolicyConfig = _POLICY) -> Metrics:
-    """Return ``policy_loss`` plus ``cfg.value_coefficient`` times ``value_loss`` of an ``ActorCritic``, the metric ``value_loss``.
+    """Return ``policy_loss`` plus ``cfg.vf_coef`` times ``value_loss`` of an ``ActorCritic``, the metric ``value_loss``.
     Raises ConfigError unless the objective is a mean over tokens, as that of the critic is."""
     if cfg.normalization != "token":
         raise ConfigError(f"policy.normalization is {cfg.normalization}, but a critic has a mean over tokens; set it to token")
     policy, value = policy_loss(model.part("policy"), batch, cfg), value_loss(model.part("critic"), batch, cfg)
     error, count = value.pop("loss")
-    total = policy["loss"][0] + cfg.value_coefficient * error
+    total = policy["loss"][0] + cfg.vf_coef * error
     values = {name if name.startswith("value") else f"value_{name}": each for name, each in value.items()}
     return policy | values | {"loss": (total, count), "value_loss": (error.detach(), count)}
 

@@ -33,7 +33,7 @@ class PolicyConfig(Settings):
     """temperature of sampling, by which logits are divided"""
     value_clip: PositiveFloat | None = 0.2
     """critic: values are clipped to this distance from the old ones, and the larger error counts; null: no clipping"""
-    value_coefficient: PositiveFloat = 0.1
+    vf_coef: PositiveFloat = 0.1
     """ppo: coefficient of the critic's loss"""
 
     @model_validator(mode="after")
@@ -84,8 +84,8 @@ class RewardConfig(Settings):
     """command that reads a JSON object with prompt, completion and the columns, and writes a number; it is run for each answer"""
     model: Path | None = None
     """folder or file of a reward model with the tokens of the policy"""
-    seconds: PositiveFloat = 60.0
-    """time limit of a call of the function, or of the program"""
+    timeout: PositiveFloat = 60.0
+    """seconds of a call of the function, or of the program, at most"""
     workers: PositiveInt = 4
     """programs that run at the same time, on each model replica"""
     on_failure: Literal["stop", "zero"] = "stop"
@@ -99,21 +99,22 @@ class RewardConfig(Settings):
 
 
 class RolloutConfig(Settings):
-    """Iterations of generation and update. An iteration samples answers of prompts, and updates the policy with them."""
+    """Iterations of generation and update, by trl's names. An iteration samples answers of prompts, and updates the policy with
+    them."""
 
     prompts: PositiveInt = 32
     """prompts of an iteration, over all replicas"""
-    answers: PositiveInt = 8
+    num_generations: PositiveInt = 8
     """sampled answers of each prompt"""
-    updates: PositiveInt = 1
+    num_mini_batches: PositiveInt = 1
     """optimizer steps in which an iteration's answers are used once, each with a part of its prompts"""
-    passes: PositiveInt = 1
+    num_ppo_epochs: PositiveInt = 1
     """number of times that the answers are used"""
     epoch: PositiveInt | None = None
     """prompts between two evaluations; null: all"""
     staleness: Literal[0, 1] = 0
     """1: answers are sampled during the updates of the iteration before, by a copy of the weights at its start"""
-    scale: Literal["group", "batch", "none"] = "group"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
     """grpo: divide by the standard deviation of the rewards of a prompt, of the iteration, or not (Dr. GRPO)"""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """ppo: discount of rewards"""

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Rate, Settings, UnitInterval
 from hpcai.errors import ConfigError
 from hpcai.settings import LoRAConfig as LoRAConfig
+from hpcai.settings import MeshConfig, Tensor
 
 PRESETS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
 """published sizes, as fields of LLMConfig"""
@@ -312,6 +313,12 @@ class LLMConfig(Settings):
         projections = (c + self.has_bias("qkv")) * outputs + self.heads * d * c + out * c
         return projections + norms + self.heads * self.sinks
 
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        fields = type(self).model_fields.items()
+        return {name: value for name, field in fields if (value := getattr(self, name)) != field.get_default()}
+
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
         """Return a published size, with ``changes``. Raises ConfigError, which lists the sizes, for an unknown name."""
@@ -319,6 +326,17 @@ class LLMConfig(Settings):
             raise ConfigError(f"there is no language model {name!r}; expected one of {', '.join(PRESETS)}")
         published = cls.model_validate_json(json.dumps(PRESETS[name]))
         return cls(**{field: getattr(published, field) for field in published.model_fields_set} | changes)
+
+
+class AxesConfig(MeshConfig, Tensor):
+    """The mesh: model replicas, sharded over ``pipeline``, ``context`` and ``tensor``."""
+
+    context: PositiveInt = 1
+    """context parallelism: a long sequence is sharded along its tokens"""
+    pipeline: PositiveInt = 1
+    """pipeline parallelism: the layers are split into consecutive stages"""
+    expert: PositiveInt = 1
+    """expert parallelism: so many neighbouring replicas share the experts of a layer, and each has some of them"""
 
 
 class SamplingConfig(Settings):

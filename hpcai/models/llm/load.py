@@ -15,7 +15,20 @@ from hpcai.errors import CheckpointError, ConfigError
 from hpcai.json_file import read_object
 from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.critic import Critic
-from hpcai.models.llm.families import CONFIG, OURS, Rule, comparable, family, hub_config, read_config, tensor_rules, to_hub, views
+from hpcai.models.llm.families import (
+    CONFIG,
+    OURS,
+    TRAINING_EXPERTS,
+    TRAINING_SETTINGS,
+    Rule,
+    comparable,
+    family,
+    hub_config,
+    read_config,
+    tensor_rules,
+    to_hub,
+    views,
+)
 from hpcai.models.llm.model import LLM
 from hpcai.models.llm.mxfp4 import Mxfp4View
 from hpcai.nn import weights
@@ -57,6 +70,25 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
         parameter.origin = str(tensors[name].path.resolve())  # type: ignore[attr-defined]
     model.folder = path if path.is_dir() else path.parent
     return model.eval()
+
+
+def override_settings(folder: str | Path, cfg: LLMConfig) -> LLMConfig:
+    """Return the settings of the weights in ``folder``, with those of training and ``positions`` from ``cfg`` where they are no
+    defaults. Raises ConfigError for another setting of ``cfg`` that differs from that of the weights."""
+    loaded, changes, free = read_settings(folder), cfg.changed, {*TRAINING_SETTINGS, "positions"}
+    if "mtp_layers" in cfg.model_fields_set and cfg.mtp_layers < loaded.mtp_layers:
+        loaded = loaded.model_copy(update={"mtp_layers": cfg.mtp_layers})
+    if loaded.experts is not None and (experts := changes.pop("experts", None)) is not None:
+        updates = {name: getattr(experts, name) for name in experts.model_fields_set}
+        for name, value in updates.items():
+            if name not in TRAINING_EXPERTS and value != getattr(loaded.experts, name):
+                ours = getattr(loaded.experts, name)
+                raise ConfigError(f"model.experts.{name} is {value}, in {folder} it is {ours}; leave it out")
+        loaded = loaded.model_copy(update={"experts": loaded.experts.model_copy(update=updates)})
+    for name, value in changes.items():
+        if name not in free and value != getattr(loaded, name):
+            raise ConfigError(f"model.{name} is {value}, in {folder} it is {getattr(loaded, name)}; leave it out")
+    return loaded.model_copy(update={name: changes[name] for name in free & set(changes)})
 
 
 def load_deferred(model: LLM, folder: str | Path) -> LLM:

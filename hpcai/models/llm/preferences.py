@@ -6,7 +6,6 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.alignment import PreferenceBatch, answer_log_probs
@@ -71,6 +70,7 @@ class Preferences(Source):
         begin += self.replicas.rank * each
         return self.order(epoch, len(self.pairs))[begin : begin + each]
 
+    @torch.no_grad()
     def _batch(self, pairs: Sequence[Pair]) -> PreferenceBatch:
         answers = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
         longest = max(len(prompt) + len(answer) for prompt, answer in answers)
@@ -78,18 +78,12 @@ class Preferences(Source):
         for row, (prompt, answer) in enumerate(answers):
             tokens[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
             mask[row, len(prompt) : len(prompt) + len(answer)] = True
-        log_probs: Tensor | None = None
+        log_probs, device = None, self.step.mesh.device
         columns = self.round_length(longest)  # a reward model reads all of them
         if self.reference is not None:
-            columns, log_probs = self.round_length(longest - 1) + 1, self.reference_log_probs(tokens, mask)
-        device = self.step.mesh.device
+            columns = self.round_length(longest - 1) + 1
+            log_probs = self.compute(self.reference, answer_log_probs, {"tokens": tokens, "loss_mask": mask}).to(device)
         return PreferenceBatch(fit_columns(tokens, columns).to(device), fit_columns(mask, columns).to(device), log_probs)
-
-    @torch.no_grad()
-    def reference_log_probs(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the log-probabilities of answers by the reference, on the device.   [2 B]"""
-        assert self.reference is not None
-        return self.compute(self.reference, answer_log_probs, {"tokens": tokens, "loss_mask": mask}).to(self.step.mesh.device)
 
     def validation(self, pairs: Sequence[Pair]) -> list[PreferenceBatch]:
         """Return batches of held-out pairs of this replica, for a loss as metric. Raises DataError as the constructor."""

@@ -86,8 +86,8 @@ class Rewards:
 
         thread = threading.Thread(target=call, name="reward", daemon=True)
         thread.start()
-        thread.join(self.cfg.seconds)
-        return outcome[0] if outcome else f"it did not return within {self.cfg.seconds:g} s (reward.seconds)"
+        thread.join(self.cfg.timeout)
+        return outcome[0] if outcome else f"it did not return within {self.cfg.timeout:g} s (reward.timeout)"
 
     def _run_program(self, prompt: str, answer: str, columns: Mapping[str, Any]) -> float | str:
         """Return the number that the program writes for an answer, or an error message. It is ended with all that it started."""
@@ -100,9 +100,9 @@ class Rewards:
             raise ConfigError(f"reward.program {self.name}: cannot be started ({error.strerror}); name another") from error
         try:
             content = json.dumps({**columns, "prompt": prompt, "completion": answer})
-            output, errors = process.communicate(content, timeout=self.cfg.seconds)
+            output, errors = process.communicate(content, timeout=self.cfg.timeout)
         except subprocess.TimeoutExpired:
-            return f"the program did not end within {self.cfg.seconds:g} s (reward.seconds)"
+            return f"the program did not end within {self.cfg.timeout:g} s (reward.timeout)"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

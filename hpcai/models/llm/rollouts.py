@@ -83,14 +83,17 @@ class Source:
                 problem = f"the {name.replace('_', ' ')} has {theirs} vocabulary entries, the policy {ours}"
                 raise ConfigError(f"{problem}; take one with its tokens")
 
-    def compute(self, network: Network, function: Callable[[Any, Any], Tensor], fields: Mapping[str, Tensor]) -> Tensor:
-        """Return ``function(model, batch)`` of all rows, computed as many at a time as in training, on the CPU.   [N, ...]"""
+    def compute(
+        self, network: Network, function: Callable[[Any, Any], Tensor], fields: Mapping[str, Tensor], all_tokens: bool = False
+    ) -> Tensor:
+        """Return ``function(model, batch)`` of all rows, computed as many at a time as in training, on the CPU.   [N, ...]
+
+        ``all_tokens``: The model reads all tokens, otherwise all but the last."""
         model, pipeline = network.model, active_pipeline(policy_of(network.model), network.pipeline)
         size = max(self.rows // self.replicas.size // self.step.cfg.accumulate, 1)
         results, training = list[Tensor](), model.training
         columns = fields["tokens"].shape[1]
-        reads_all = function is answer_rewards  # others read all tokens but the last
-        columns = self.round_length(columns) if reads_all else self.round_length(columns - 1) + 1
+        columns = self.round_length(columns) if all_tokens else self.round_length(columns - 1) + 1
         model.eval()
         try:
             for rows in range(0, len(fields["tokens"]), size):
@@ -132,7 +135,7 @@ class Rollouts(Source):
         stop: Sequence[int] = (), seed: int = 0, generator: Network | None = None, reference: Network | None = None,
         directory: Path | None = None, oldest: Callable[[], int] = lambda: 0, emit: Callable[..., None] = lambda *_, **fields: None,
     ) -> None:  # fmt: skip
-        super().__init__(step, cfg.prompts * cfg.answers // cfg.updates, cfg.pad_to, seed)
+        super().__init__(step, cfg.prompts * cfg.num_generations // cfg.num_mini_batches, cfg.pad_to, seed)
         self.prompts, self.reward, self.cfg, self.tokenizer = prompts, reward, cfg, tokenizer
         self.method, self.stop = method, [*stop]
         self.network = Network(step.model, step.pipeline) if generator is None else generator
@@ -141,7 +144,7 @@ class Rollouts(Source):
         self.files_axis = step.mesh.background_axis("replicate") if cfg.staleness else self.replicas
         self._check()
         self.batch_size = self.rows
-        self.steps = cfg.updates * cfg.passes  # of an iteration
+        self.steps = cfg.num_mini_batches * cfg.num_ppo_epochs  # of an iteration
         self.iterations = min(cfg.epoch or len(prompts), len(prompts)) // cfg.prompts  # of an epoch
         self.samples, self.dataset_size = self.iterations * self.steps * self.batch_size, len(prompts)
         digest = sha256(repr([(prompt.tokens, sorted(prompt.columns.items())) for prompt in prompts]).encode())
@@ -154,16 +157,17 @@ class Rollouts(Source):
         self._uniform, self._failures, self._kl, self._train_seconds = [0, 0], 0, (0.0, 0), 0.0
 
     def _check(self) -> None:
-        cfg, ranks = self.cfg, self.replicas.size
+        cfg, parts = self.cfg, self.cfg.num_mini_batches * self.replicas.size
         if self.method not in _ADVANTAGES:
             raise ConfigError(f"there are no advantages {self.method!r}; expected one of {', '.join(sorted(_ADVANTAGES))}")
-        if cfg.prompts % (cfg.updates * ranks):
-            problem = f"rollout.prompts is {cfg.prompts}, no multiple of rollout.updates {cfg.updates} times {ranks} replicas"
-            raise ConfigError(f"{problem}; take a multiple of {cfg.updates * ranks}")
+        if cfg.prompts % parts:
+            problem = f"rollout.prompts is {cfg.prompts}, no multiple of {parts}: rollout.num_mini_batches times replicas"
+            raise ConfigError(f"{problem}; take a multiple of {parts}")
         if len(self.prompts) < cfg.prompts:
             raise ConfigError(f"there are {len(self.prompts)} prompts, rollout.prompts is {cfg.prompts}; take fewer, or more data")
-        if self.method != "ppo" and cfg.answers < 2:
-            raise ConfigError(f"rollout.answers is {cfg.answers}, and {self.method} compares those of a prompt; take 2 or more")
+        if self.method != "ppo" and cfg.num_generations < 2:
+            problem = f"rollout.num_generations is {cfg.num_generations}, and {self.method} compares those of a prompt"
+            raise ConfigError(f"{problem}; take 2 or more")
         if self.method == "ppo" and (not isinstance(self.step.model, ActorCritic) or self.reference is None):
             raise ConfigError("ppo needs a step with an ActorCritic, and a reference; give both")
         if cfg.staleness and not self.has_copy:
@@ -171,8 +175,11 @@ class Rollouts(Source):
         if cfg.staleness and active_pipeline(policy_of(self.network.model), self.network.pipeline) is not None:
             raise ConfigError("rollout.staleness is 1, but a pipeline has one schedule; set it to 0, or mesh.pipeline to 1")
         self.check_vocabulary(reference=self.reference, reward_model=self.reward)
-        model, names = policy_of(self.step.model), [prompt.where for prompt in self.prompts]
-        check_prompts([prompt.tokens for prompt in self.prompts], model.cfg.vocabulary, model.cfg.max_length, names.__getitem__)
+        self._check_prompts(self.prompts)
+
+    def _check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        model, names = policy_of(self.step.model), [prompt.where for prompt in prompts]
+        check_prompts([prompt.tokens for prompt in prompts], model.cfg.vocabulary, model.cfg.max_length, names.__getitem__)
 
     # ---- the interface of a loader
 
@@ -189,27 +196,31 @@ class Rollouts(Source):
             for number in range(begin, self.steps):
                 if number + 1 == self.steps:
                     self._adapt_kl()  # before the last step, after which a checkpoint has the coefficient of the next iteration
-                yield self._part(batch, number % self.cfg.updates)
+                yield self._part(batch, number % self.cfg.num_mini_batches)
             begin, self._train_seconds = 0, time.perf_counter() - began
 
     def describe(self, epoch: int, first: int) -> str:
         done, number = divmod(first // self.batch_size, self.steps)
         iteration = epoch * self.iterations + done
-        places = self._places(number % self.cfg.updates)
+        places = self._places(number % self.cfg.num_mini_batches)
         names = [self.prompts[self._order(iteration)[place]].where for place in places]
         return f"iteration {iteration}, prompts {', '.join([*names[:4], *['...'] * (len(names) > 4)])}"
 
     def deferred(self) -> list[int]:
         """Wait for the files that resuming from a checkpoint of this step needs, and delete those that no checkpoint needs."""
-        with waiting_at("rollouts", is_work=True):
-            for future in self._pending.values():
-                future.result()
+        self._wait()
         if self.directory is not None and self.step.mesh.is_first:
             oldest = self.oldest() // self.steps - 1
             for path in self.directory.glob("*.safetensors"):
                 if path.stem.isdecimal() and int(path.stem) < oldest:
                     path.unlink(missing_ok=True)
         return []
+
+    def _wait(self) -> None:
+        """Wait until nothing is sampled."""
+        with waiting_at("rollouts", is_work=True):
+            for future in self._pending.values():
+                future.result()
 
     def news(self) -> list[str]:
         (uniform, prompts), self._uniform, news = self._uniform, [0, 0], list[str]()
@@ -224,9 +235,8 @@ class Rollouts(Source):
 
     def validation(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Return batches of the indices of held-out prompts of this replica, for ``score``. Raises DataError as the constructor."""
-        self._held_out, model = prompts, policy_of(self.step.model)
-        names = [prompt.where for prompt in prompts]
-        check_prompts([prompt.tokens for prompt in prompts], model.cfg.vocabulary, model.cfg.max_length, names.__getitem__)
+        self._held_out = prompts
+        self._check_prompts(prompts)
         mine = torch.arange(len(prompts))[self.replicas.rank :: self.replicas.size]
         if len(prompts) < self.replicas.size:
             raise DataError(f"{len(prompts)} prompts to evaluate, fewer than {self.replicas.size} replicas; take more")
@@ -235,7 +245,7 @@ class Rollouts(Source):
     def score(self, model: Any, indices: Tensor) -> dict[str, Any]:
         """Return the mean ``reward``, the fraction ``solved`` with a reward of 1 or more, and the ``length`` in tokens, of answers
         to held-out prompts, each as (sum, count): a metric of ``fit``."""
-        self.deferred()  # the generator is not in use
+        self._wait()
         prompts = [self._held_out[n] for n in indices.tolist()]
         self._copy_weights()
         outputs = self._generate([prompt.tokens for prompt in prompts], self.cfg.validation, indices.tolist())
@@ -260,9 +270,9 @@ class Rollouts(Source):
 
     def _places(self, update: int | None = None) -> list[int]:
         """Return the places, in the order of an iteration, of the prompts of this replica, in one update or in all."""
-        each = self.cfg.prompts // self.cfg.updates
+        each = self.cfg.prompts // self.cfg.num_mini_batches
         mine = each // self.replicas.size
-        updates = range(self.cfg.updates) if update is None else [update]
+        updates = range(self.cfg.num_mini_batches) if update is None else [update]
         return [u * each + self.replicas.rank * mine + n for u in updates for n in range(mine)]
 
     def _take(self, iteration: int, resumed: bool) -> dict[str, Tensor]:
@@ -311,7 +321,7 @@ class Rollouts(Source):
     def _sample(self, iteration: int) -> dict[str, Tensor]:
         """Sample and score the answers of an iteration on this replica.   [N, ...] each"""
         began, cfg, places, order = time.perf_counter(), self.cfg, self._places(), self._order(iteration)
-        rows = [(order[place], place * cfg.answers + n) for place in places for n in range(cfg.answers)]
+        rows = [(order[place], place * cfg.num_generations + n) for place in places for n in range(cfg.num_generations)]
         prompts = [self.prompts[index] for index, _ in rows]
         seeds = [_seed(self.seed, iteration, place) for _, place in rows]
         outputs = self._generate([prompt.tokens for prompt in prompts], cfg.sampling, seeds)
@@ -336,7 +346,7 @@ class Rollouts(Source):
             fields["reference_log_probs"] = self.compute(self.reference, log_probs, fields)
         if self.method == "ppo":
             fields["old_values"] = self.compute(Network(self.network.model.critic), token_values, fields)
-        rewards = self.compute(self.reward, answer_rewards, fields) if isinstance(self.reward, Network) else None
+        rewards = self.compute(self.reward, answer_rewards, fields, True) if isinstance(self.reward, Network) else None
         fields["rewards"] = torch.tensor(self._rewards(prompts, outputs)).double() if rewards is None else rewards.double()
         fields["seconds"] = torch.tensor([[generated - began, time.perf_counter() - generated]]).double().expand(len(rows), 2)
         if cfg.staleness or self.steps > 1:
@@ -393,7 +403,7 @@ class Rollouts(Source):
     def _with_advantages(self, rows: dict[str, Tensor], iteration: int, resumed: bool) -> dict[str, Tensor]:
         """Return the fields of a ``RolloutBatch`` of all answers of an iteration, and report it."""
         rewards, mask = rows["rewards"], rows["loss_mask"][:, 1:]
-        groups, uniform, kl = rewards.view(-1, self.cfg.answers), 0, torch.zeros(())
+        groups, uniform, kl = rewards.view(-1, self.cfg.num_generations), 0, torch.zeros(())
         if self.reference is not None:
             kl = (rows["old_log_probs"] - rows["reference_log_probs"]).where(mask, 0).sum()
         if self.method == "ppo":
@@ -402,9 +412,9 @@ class Rollouts(Source):
             advantages, rows["returns"] = gae(of_tokens, rows["old_values"], mask, self.cfg.gamma, self.cfg.lam)
             rows["advantages"] = whiten(advantages, mask, all_reduce_(moments(advantages, mask), self.replicas))
         else:
-            scale = "group" if self.cfg.scale == "group" and self.method == "grpo" else "none"
+            scale = "group" if self.cfg.scale_rewards == "group" and self.method == "grpo" else "none"
             values, uniform = leave_one_out(groups) if self.method == "rloo" else group_advantages(groups, scale)  # type: ignore[arg-type]
-            if self.method == "grpo" and self.cfg.scale == "batch":
+            if self.method == "grpo" and self.cfg.scale_rewards == "batch":
                 everything = torch.ones_like(rewards, dtype=torch.bool)
                 count, total, squares = all_reduce_(moments(rewards, everything), self.replicas)
                 values = values / (((squares - total.square() / count) / (count - 1)).clamp(min=0).sqrt() + 1e-4)
@@ -425,7 +435,7 @@ class Rollouts(Source):
         order, samples = self._order(iteration), list[dict[str, Any]]()
         for row in range(min(self.cfg.samples, len(rows["tokens"]))):
             tokens = rows["tokens"][row][rows["loss_mask"][row]].tolist()
-            prompt = self.prompts[order[int(rows["place"][row]) // self.cfg.answers]]
+            prompt = self.prompts[order[int(rows["place"][row]) // self.cfg.num_generations]]
             reward = float(rows["rewards"][row])
             samples.append({"prompt": prompt.text, "answer": self.tokenizer.decode(tokens, skip_special=True), "reward": reward})
         uniform = round(sums["uniform_groups"])
@@ -444,7 +454,7 @@ class Rollouts(Source):
 
     def _part(self, batch: Mapping[str, Tensor], update: int) -> RolloutBatch:
         """Return the answers of an update, padded to a common length, on the device."""
-        size, device = len(batch["tokens"]) // self.cfg.updates, self.step.mesh.device
+        size, device = len(batch["tokens"]) // self.cfg.num_mini_batches, self.step.mesh.device
         fields = {name: batch[name][update * size : (update + 1) * size] for name in RolloutBatch._fields if name in batch}
         length = self.round_length(int(fields["loss_mask"].any(0).nonzero().max()))
         dtype = fields["old_log_probs"].dtype
@@ -484,10 +494,10 @@ class Rollouts(Source):
         except (OSError, SafetensorError) as problem:
             raise DataError(f"{self._path(iteration)}: cannot be read ({problem}); resume from another checkpoint") from problem
         rows = {place: row for row, place in enumerate(fields["place"].tolist())}
-        wanted = [place * self.cfg.answers + n for place in self._places() for n in range(self.cfg.answers)]
-        if len(rows) != self.cfg.prompts * self.cfg.answers:
-            text = f"{self._path(iteration)}: has {len(rows)} answers, expected rollout.prompts times rollout.answers"
-            raise DataError(f"{text}, {self.cfg.prompts * self.cfg.answers}; resume with the same")
+        wanted = [place * self.cfg.num_generations + n for place in self._places() for n in range(self.cfg.num_generations)]
+        if len(rows) != self.cfg.prompts * self.cfg.num_generations:
+            text = f"{self._path(iteration)}: has {len(rows)} answers, expected rollout.prompts times num_generations"
+            raise DataError(f"{text}, {self.cfg.prompts * self.cfg.num_generations}; resume with the same")
         return {name: value[[rows[place] for place in wanted]] for name, value in fields.items()}
 
     def _path(self, iteration: int) -> Path:

@@ -334,6 +334,12 @@ class Tokenizer:
         return [*_utf8(first), *(token for part in others for token in (256, *_utf8(part)))]
 
 
+def tokenizer_files(source: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer, by name, in the folder ``source`` or beside the file ``source``."""
+    folder = source if source.is_dir() else source.parent
+    return {name: file for name in (CONTENT, CONFIG, TEMPLATE) if (file := folder / name).is_file()}
+
+
 class DecodeStream:
     """Incremental decoding of ids to whole characters."""
 

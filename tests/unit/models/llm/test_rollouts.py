@@ -39,7 +39,8 @@ from hpcai.train import Run, Step, fit
 SMALL: dict[str, Any] = {"vocabulary": 257, "width": 16, "layers": 1, "heads": 2, "inner": 24, "positions": 32}
 BYTES = Tokenizer.byte_level()
 PROMPTS = [Prompt(f"{n}+{n}", BYTES.encode(f"{n}+{n}"), {"answer": 2 * n}, f"line {n}") for n in range(8)]
-SIZES = RolloutConfig(prompts=2, answers=2, sampling=SamplingConfig(temperature=1.0, most=6), validation=SamplingConfig(most=6))
+SAMPLING = SamplingConfig(temperature=1.0, most=6)
+SIZES = RolloutConfig(prompts=2, num_generations=2, sampling=SAMPLING, validation=SamplingConfig(most=6))
 
 
 def count_low(prompts: list[str], completions: list[str], answer: list[int]) -> list[float]:
@@ -103,7 +104,7 @@ def train_run(folder: Path, method: str, cfg: RolloutConfig, steps: int, kill: C
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize(("method", "passes"), [("grpo", 2), ("ppo", 1)])
 def test_a_run_killed_in_rollouts_and_updates_resumes_exactly(method: str, passes: int, staleness: int, tmp_path: Path) -> None:
-    cfg = SIZES.model_copy(update={"staleness": staleness, "updates": 2, "passes": passes})
+    cfg = SIZES.model_copy(update={"staleness": staleness, "num_mini_batches": 2, "num_ppo_epochs": passes})
     steps, places = 4 * passes + 1, {"rollout": 0, "update": 0}
 
     def count(place: str) -> None:
@@ -157,9 +158,9 @@ def test_an_iteration_is_reported_with_what_its_answers_are() -> None:
 @pytest.mark.parametrize(
     ("cfg", "kwargs", "expected"),
     [
-        ({"prompts": 3, "updates": 2}, {}, "rollout.prompts is 3, no multiple of rollout.updates 2 times 1 replicas"),
+        ({"prompts": 3, "num_mini_batches": 2}, {}, "rollout.prompts is 3, no multiple of 2: rollout.num_mini_batches"),
         ({"prompts": 9}, {}, "there are 8 prompts, rollout.prompts is 9"),
-        ({"answers": 1}, {}, "rollout.answers is 1, and grpo compares"),
+        ({"num_generations": 1}, {}, "rollout.num_generations is 1, and grpo compares"),
         ({}, {"reference": frozen(vocabulary=300)}, "the reference has 300 vocabulary entries, the policy 257"),
         ({}, {"reward": frozen(kind=Critic, vocabulary=300)}, "the reward model has 300 vocabulary entries"),
         ({}, {"method": "ppo"}, "ppo needs a step with an ActorCritic"),
@@ -215,7 +216,7 @@ print({"nan": "nan", "text": "many", "bad": 1 / (row["completion"] != "bad")}.ge
 
 @pytest.mark.parametrize(
     ("completion", "expected"),
-    [("nan", "the reward is nan"), ("bad", "ZeroDivisionError"), ("text", "many"), ("slow", "within [0-9.]+ s .reward.seconds.")],
+    [("nan", "the reward is nan"), ("bad", "ZeroDivisionError"), ("text", "many"), ("slow", "within [0-9.]+ s .reward.timeout.")],
 )
 @pytest.mark.parametrize("kind", ["function", "program"])
 def test_a_reward_that_fails_is_named_or_0(kind: str, completion: str, expected: str, tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_a_reward_that_fails_is_named_or_0(kind: str, completion: str, expected:
 
     (tmp_path / "reward.py").write_text(PROGRAM)
     program = (sys.executable, "-S", str(tmp_path / "reward.py")) if kind == "program" else ()
-    cfg = RewardConfig(seconds=2 if program else 0.2, program=program)
+    cfg = RewardConfig(timeout=2 if program else 0.2, program=program)
     arguments: Any = ["p", "q", "r"], ["fine", completion, "fine"], {"answer": [2.0, 3.0, 4.0]}
     with pytest.raises(DataError, match=f"answer '{completion}' to prompt 'q': .*{expected}"):
         Rewards(cfg, reward)(*arguments)
