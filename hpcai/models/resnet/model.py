@@ -1,0 +1,64 @@
+"""ResNet: classification of images (He et al., CVPR 2016), with the stride of a block in its 3 x 3 convolution (v1.5).
+
+Names of parameters are those of torchvision, and of timm.   B batch, H W the image, K classes
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.models.resnet.config import ResNetConfig
+from hpcai.models.resnet.images import prepare_images
+from hpcai.nn.conv import channels_last
+from hpcai.nn.inference import inference_mode
+from hpcai.nn.resnet import BasicBlock, Bottleneck, ResNetBody
+from hpcai.nn.weights import PretrainedMixin
+
+
+class ResNet(ResNetBody, PretrainedMixin):
+    """Maps normalised images [B, 3, H, W] to logits [B, K]. Weights and activations are channels-last."""
+
+    package = __package__
+    mean: Tensor  # [3] on the scale of uint8
+    scale: Tensor  # [3]
+
+    def __init__(self, cfg: ResNetConfig | None = None) -> None:
+        cfg = cfg or ResNetConfig()
+        block = Bottleneck if cfg.block == "bottleneck" else BasicBlock
+        super().__init__(cfg.layers, cfg.base_width, block=block, groups=cfg.groups, width_per_group=cfg.width_per_group)
+        self.cfg = cfg
+        self.fc = nn.Linear(self.widths[-1], cfg.outputs)
+        if cfg.zero_init_residual:
+            for module in self.modules():
+                if isinstance(module, (BasicBlock, Bottleneck)):
+                    last: Any = module.bn3 if isinstance(module, Bottleneck) else module.bn2
+                    nn.init.zeros_(last.weight)
+        # Not persistent, since they follow from the settings: the keys of a checkpoint are those of torchvision.
+        self.register_buffer("mean", 255 * torch.tensor(cfg.mean), persistent=False)
+        self.register_buffer("scale", 1 / (255 * torch.tensor(cfg.std)), persistent=False)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.features(channels_last(x))[-1].mean((2, 3)))
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Return the input of the network: (x/255 - mean)/std (``cfg.mean``, ``cfg.std``).
+
+        [B, H, W, 3] uint8 -> [B, 3, H, W], a permuted view of channels-last memory
+        """
+        return ((images.to(self.scale.dtype) - self.mean) * self.scale).permute(0, 3, 1, 2)
+
+    def classify(self, images: Sequence[Any]) -> list[dict[str, float]]:
+        """Return the probability of each class, {name: value} for each image, the most probable class first.
+
+        ``images``: arrays uint8 [H, W, 3] of any size, or encoded images (bytes, such as the content of a .png), each resized and
+        cropped as in evaluation. Probabilities are softmax(logits/``cfg.temperature``). Raises DataError for other images.
+        """
+        names = self.cfg.classes or tuple(map(str, range(self.cfg.outputs)))
+        with inference_mode(self, self.fc.weight) as dtype:
+            pixels = torch.from_numpy(prepare_images(images, self.cfg)).to(self.scale.device)
+            logits = self(self.normalised(pixels).to(dtype)).double()
+        rows = (logits / self.cfg.temperature).softmax(1).tolist()
+        return [dict(sorted(zip(names, row), key=lambda pair: -pair[1])) for row in rows]
