@@ -2,7 +2,8 @@
 
 DALI does this with ``encoded`` samples and ``dali_fields``, by the same boxes and flips, which the host draws. Observed with DALI
 2.4.0 on the CPU, and tested: it decodes as Pillow does, and its resized images differ by at most one level, but for the outermost
-pixels of the resized box. There DALI repeats the edge, and Pillow has no weights beyond it: at most 13 levels of white noise.
+pixels of the resized box. There DALI repeats the edge, and Pillow has no weights beyond it: up to 3 levels of a photograph that is
+resized to 112 pixels, 8 to 32 pixels, and 13 of white noise.
 """
 
 import math
