@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import store
+from hpcai.data import image_files
+from hpcai.data.image_files import MAX_PIXELS, image_size, open_image, to_rgb
 from hpcai.data.layout import parse_errors, read_npy_header
 from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import check_fields, check_relative, open_regular, read_regular
@@ -38,10 +40,8 @@ Entry = dict[str, Any]
 STATE = "state.json"
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "jfif", "webp", "npy")
 OTHER_SUFFIXES = ("avif", "bmp", "gif", "heic", "jp2", "jxl", "tga", "tif", "tiff")    # of images that are not read
-FORMATS = ("PNG", "JPEG", "WEBP")               # of Pillow; of others, EPS starts Ghostscript
 CHUNK = 4096                                    # images of a folder in a shard
-MAX_PIXELS = 1 << 26                            # of a resized image
-REMEDY = "copy or write it again, or leave it out"
+REMEDY = image_files.REMEDY
 COLUMNS = {"mean": "mean", "logvar": "logvar", "t5_encodings": "tokens", "clip_encodings": "pooled"}
 
 
@@ -328,32 +328,14 @@ def _image_size(sample: Sample) -> list[int]:
     """Return height and width of an image, which is not decoded."""
     if sample.image is None:
         raise DataError(f"{sample.name}: holds latents, and --buckets is for images; leave one of them out")
-    if isinstance(sample.image, np.ndarray):
-        return list(sample.image.shape[:2])
-    from PIL import ExifTags, Image
-
-    reading = parse_errors(sample.name, REMEDY, "cannot be read as an image")
-    with reading, Image.open(io.BytesIO(sample.image), formats=FORMATS) as opened:
-        is_transposed = opened.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-        return list(opened.size if is_transposed else opened.size[::-1])
+    return list(sample.image.shape[:2]) if isinstance(sample.image, np.ndarray) else image_size(sample.image, sample.name)
 
 
 def _decode_image(sample: Sample) -> Array:
     """Return the pixels as uint8 [H, W, 3]; transparent ones are laid over white."""
     if isinstance(sample.image, np.ndarray):
         return sample.image
-    from PIL import Image, ImageOps
-
     assert sample.image is not None
-    reading = parse_errors(sample.name, REMEDY, "cannot be read as an image")
-    with reading, Image.open(io.BytesIO(sample.image), formats=FORMATS) as opened:
-        if opened.format != "MPO" and getattr(opened, "is_animated", False):    # an MPO is a photograph with its preview
-            raise DataError(f"{sample.name}: an animated image; save one of its frames as .png, or leave it out")
-        mode, image = opened.mode, ImageOps.exif_transpose(opened)
-        if image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255:
-            sample.over_white = True
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        values = np.asarray(image.convert("RGB"))
-    if mode[0] in "IF" or (sample.image.startswith(b"\x89PNG") and sample.image[24] > 8):  # Pillow drops the lower bits of RGB
-        raise DataError(f"{sample.name}: pixels of more than 8 bits (mode {mode}); convert it to 8 bits")
-    return values
+    with open_image(sample.image, sample.name) as opened:
+        image, sample.over_white = to_rgb(opened)
+        return np.asarray(image)
