@@ -72,7 +72,7 @@ class Galaxy:
         """Return the flux in g, r, i, relative to r, of old and of young stars."""
         z, shift = self.redshift, rng.normal(0, 0.04)
         old = np.array((0.72 + 2.2 * z + shift, 0, -0.36 - 0.6 * z), np.float32)
-        young = np.array((0.2 + 1.2 * z + shift, 0, -0.03 - 0.3 * z), np.float32)
+        young = np.array((0.05 + 1.2 * z + shift, 0, 0.06 - 0.3 * z), np.float32)
         return 10 ** (-0.4 * old), 10 ** (-0.4 * young)
 
 
@@ -141,12 +141,12 @@ def draw_edge_on(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) ->
     inclination, angle = math.acos(u(0, math.cos(math.radians(80)))), u(0, 2 * math.pi)
     is_dusty, scale = rng.random() < 0.7, galaxy.radius / 1.5
     bulge = u(0.03, 0.35) if is_dusty else u(0.2, 0.5)
-    dust = (u(0.3, 1.2) if is_dusty else 0.0, 1.2 * scale, scale * u(0.04, 0.07))
+    dust = (u(0.3, 1.2) if is_dusty else 0.0, 1.2 * scale, scale * u(0.06, 0.1))
     plane = Plane(grid, galaxy.centre, angle)
     young = u(0.3, 0.6) if is_dusty else 0.05
     light = np.zeros((3, grid.side, grid.side), np.float32)
     old_colour, young_colour = galaxy.colours(rng)
-    for part, height, colour in ((1 - young, u(0.16, 0.26), old_colour), (young, u(0.08, 0.12), young_colour)):
+    for part, height, colour in ((1 - young, u(0.2, 0.3), old_colour), (young, u(0.08, 0.12), young_colour)):
         disc, left = models.thick_disc(plane, inclination, scale, height * scale, dust)
         light += (1 - bulge) * part * colour[:, None, None] * disc
     spheroid = models.sersic(Plane(grid, galaxy.centre, angle, u(0.55, 0.85)), scale * u(0.25, 0.6), u(1.5, 4))
@@ -161,18 +161,17 @@ def draw_merger(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) -> 
     bodies, particles = models.encounter(rng, mass, scales, turns, counts, u(-0.5, 2.5))
     sky = scale / own * (view[:2] @ np.concatenate((bodies, particles)).T).T
     sky += galaxy.centre - sky[0] - u(0, 0.5) * (sky[1] - sky[0])
-    bulges, young = (u(0.15, 0.6), u(0.15, 0.6)), u(0.2, 0.6)
-    colours = galaxy.colours(rng)
-    light = np.zeros((3, grid.side, grid.side), np.float32)
-    for body, (part, bulge) in enumerate(zip((1 / (1 + mass), mass / (1 + mass)), bulges)):
-        members = sky[2:][: counts[0]] if body == 0 else sky[2:][counts[0] :]
-        stars = grid.add_points(members, 1 / counts[body])
-        bright = max(1, counts[body] // 40)     # star-forming regions
-        knots = grid.add_points(members[:bright], 1 / bright)
-        smooth = survey.smooth(stars, 0.2 * scale / grid.step)
-        spheroid = models.sersic(Plane(grid, tuple(sky[body]), u(0, math.pi), u(0.6, 1)), 0.5 * scale * math.sqrt(scales[body] / own), u(1.5, 4))
-        disc = smooth * ((1 - young) * colours[0] + 0.8 * young * colours[1])[:, None, None] + 0.2 * young * knots * colours[1][:, None, None]
-        light += part * (bulge * colours[0][:, None, None] * spheroid + (1 - bulge) * disc)
+    members = np.split(sky[2:], counts[:1])
+    smooth, knots, bulges = (np.zeros((grid.side, grid.side), np.float32) for _ in range(3))
+    for part, size, centre, stars in zip((1 / (1 + mass), mass / (1 + mass)), (1, math.sqrt(mass)), sky, members):
+        bulge, bright = u(0.15, 0.6), stars[: len(stars) // 40]     # star-forming regions
+        smooth += grid.add_points(stars, part * (1 - bulge) / len(stars))
+        knots += grid.add_points(bright, part * (1 - bulge) / len(bright))
+        plane = Plane(grid, (centre[0], centre[1]), u(0, math.pi), u(0.6, 1))
+        bulges += part * bulge * models.sersic(plane, 0.5 * scale * size, u(1.5, 4))
+    smooth, young = survey.smooth(smooth, 0.2 * scale / grid.step), u(0.2, 0.6)
+    old, blue = (colour[:, None, None] for colour in galaxy.colours(rng))
+    light = old * (bulges + (1 - young) * smooth) + blue * young * (0.8 * smooth + 0.2 * knots)
     return light, math.acos(min(1, abs((view @ turns[0])[2, 2])))
 
 
@@ -189,10 +188,9 @@ def draw(rng: np.random.Generator, label: int, camera: survey.Camera, limit: flo
         at = (distance * math.cos(angle), distance * math.sin(angle))
         other = Galaxy(galaxy.magnitude + rng.uniform(0, 2), galaxy.radius * rng.uniform(0.4, 1), galaxy.redshift, at)
         field += draw_smooth(rng, grid, other)[0] * camera.electrons(np.full(3, other.magnitude, np.float32))[:, None, None]
-    target = camera.blur(light)
-    pixels = survey.colour_image(camera.expose(target + camera.blur(field), rng), camera)
+    pixels = survey.colour_image(camera.expose(camera.blur(light + field), rng), camera)
     image = np.frombuffer(survey.encode_png(pixels), np.uint8)
-    return {"bytes": len(image), "image": image, "label": label, "snr": camera.signal_to_noise(target),
+    return {"bytes": len(image), "image": image, "label": label, "snr": camera.signal_to_noise(camera.blur(light[1], 1)),
             "radius": survey.half_light_radius(grid, light[1]) / camera.seeing, "inclination": math.degrees(inclination),
             "pixels": pixels}  # fmt: skip
 

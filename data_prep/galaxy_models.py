@@ -234,6 +234,6 @@ def encounter(
         x += (step / 2) * v
         for own, body in zip((1.0, mass), bodies):
             d = x - body[:, None]
-            v -= (step * own) * d * ((d * d).sum(0) + np.float32(SOFTENING**2)) ** np.float32(-1.5)
+            v -= (step * own) * d * (d[0] ** 2 + d[1] ** 2 + d[2] ** 2 + np.float32(SOFTENING**2)) ** np.float32(-1.5)
         x += (step / 2) * v
     return track[-1], x.T

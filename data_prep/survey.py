@@ -10,6 +10,7 @@ import io
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ OVERSAMPLE, MARGIN = 2, 8
 MOFFAT_BETA = 3.0
 FAINTEST = 22.5                                           # r of stars and galaxies of the field
 BALANCE = np.array((1.37, 1.0, 0.86), np.float32)         # of blue, green, red light in a colour image
-SOFTNESS, BRIGHTNESS = 8.0, 0.55                          # Q and alpha of Lupton et al. 2004, flux in units of the noise of SKY
+SOFTNESS, BRIGHTNESS = 6.0, 0.07                          # Q and alpha of Lupton et al. 2004, flux in units of the noise of the sky
 
 
 @dataclass(frozen=True)
@@ -52,25 +53,31 @@ class Camera:
         """Return the point spread functions: Moffat's of beta 3, wider at short wavelengths (Kolmogorov).   Shape: [3, P, P]"""
         fwhm = self.seeing * (WAVELENGTH / WAVELENGTH[1]) ** -0.2
         width = (fwhm / (2 * math.sqrt(2 ** (1 / MOFFAT_BETA) - 1)))[:, None, None]
-        offset = np.minimum(index := np.arange(self.grid.side), self.grid.side - index) * self.grid.step
-        psf = (1 + (offset[:, None] ** 2 + offset**2) / width**2) ** -MOFFAT_BETA
-        return psf / psf.sum((1, 2), keepdims=True)
+        square = np.fft.ifftshift(self.grid.axis + self.grid.step / 2) ** 2
+        psf = (1 + (square[:, None] + square) / width**2) ** np.float32(-MOFFAT_BETA)
+        return psf / psf.sum((1, 2), keepdims=True, dtype=float)
 
-    def blur(self, scene: Array) -> Array:
-        """Convolve a scene with the point spread functions, and integrate it over pixels.   Shape: [3, P, P] -> [3, S, S]"""
-        spectrum = np.fft.rfft2(self.psf()) * np.fft.rfft2(scene)
-        blurred = np.fft.irfft2(spectrum, s=scene.shape[1:])
-        cut = slice(OVERSAMPLE * MARGIN, -OVERSAMPLE * MARGIN)
-        return blurred[:, cut, cut].reshape(3, self.size, OVERSAMPLE, self.size, OVERSAMPLE).sum((2, 4))
+    @cached_property
+    def psf_spectrum(self) -> Array:
+        return np.fft.rfft2(self.psf())
+
+    def blur(self, scene: Array, band: Any = slice(None)) -> Array:
+        """Convolve a scene, or one band of it, with the point spread function, and integrate it over pixels.
+
+        Shape: [3, P, P] -> [3, S, S], or [P, P] -> [S, S]"""
+        spectrum = self.psf_spectrum[band] * np.fft.rfft2(scene.astype(float, copy=False))   # faster than in single precision
+        blurred = np.fft.irfft2(spectrum, s=scene.shape[-2:])
+        begins = range(OVERSAMPLE * MARGIN, OVERSAMPLE * (MARGIN + 1))
+        parts = [slice(begin, begin + OVERSAMPLE * self.size, OVERSAMPLE) for begin in begins]
+        return np.sum([blurred[..., y, x] for y in parts for x in parts], axis=0)
 
     def expose(self, image: Array, rng: np.random.Generator) -> Array:
         """Return an image with photon and read noise, less the mean sky, in electrons.   Shape: [3, S, S]"""
         sky = self.sky[:, None, None]
         return rng.poisson(np.maximum(image, 0) + sky) + rng.normal(0, READ_NOISE, image.shape) - sky
 
-    def signal_to_noise(self, image: Array) -> float:
-        """Return the optimal signal-to-noise ratio of a source in r (matched filter)."""
-        signal = image[1]
+    def signal_to_noise(self, signal: Array) -> float:
+        """Return the optimal signal-to-noise ratio of a source (matched filter) of ``signal`` electrons in r.   Shape: [S, S]"""
         return float(np.sqrt((signal**2 / (np.maximum(signal, 0) + self.sky[1] + READ_NOISE**2)).sum()))
 
 
@@ -116,7 +123,7 @@ def colour_image(image: Array, camera: Camera) -> Array:
     noise = math.sqrt(float(camera.sky[1]) + READ_NOISE**2)
     relative = image * (10 ** (0.4 * (ZERO_POINT[1] - ZERO_POINT)) * BALANCE / noise)[:, None, None]
     mean = np.maximum(relative.mean(0), 1e-6)
-    stretched = np.arcsinh(BRIGHTNESS * SOFTNESS / 10 * mean) / SOFTNESS
+    stretched = np.arcsinh(BRIGHTNESS * SOFTNESS * mean) / SOFTNESS
     colours = 0.06 + relative * (stretched / mean)
     colours /= np.maximum(colours.max(0), 1)
     return np.rint(255 * np.clip(colours, 0, 1)).astype(np.uint8)[::-1].transpose(1, 2, 0)
@@ -125,5 +132,5 @@ def colour_image(image: Array, camera: Camera) -> Array:
 def encode_png(pixels: Array) -> bytes:
     from PIL import Image
 
-    Image.fromarray(pixels).save(content := io.BytesIO(), "PNG")
+    Image.fromarray(np.ascontiguousarray(pixels)).save(content := io.BytesIO(), "PNG")
     return content.getvalue()
