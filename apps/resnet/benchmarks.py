@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apps.resnet.data import build_loader, images, open_rows
+from apps.resnet.data import Images, build_loader, open_rows
 from apps.resnet.settings import Config
 from hpcai.cli.benchmarks import Enabled, Switch, Workload, swap_classes
 from hpcai.dist import Mesh
@@ -41,7 +41,7 @@ class Benchmark(Workload):
         return pixels, np.int32(random.integers(cfg.model.outputs))
 
     def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return build_loader(images(open_rows(cfg, split, mesh), cfg, True), cfg.data.batch, cfg, mesh, **kwargs)
+        return build_loader(Images(open_rows(cfg, split, mesh), cfg, True), cfg.data.batch, cfg, mesh, **kwargs)
 
 
 class _ReferenceNorm(BatchNorm):

@@ -28,17 +28,15 @@ class DataConfig(LoaderConfig):
     ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
     """smallest and largest ratio of width to height of a random crop"""
     flip: bool = True
-    """mirror images at random"""
+    """flip images at random, from left to right"""
     rotate90: bool = False
-    """rotate images by a random multiple of 90 degrees, for images without a preferred direction"""
+    """rotate images by a random multiple of 90 degrees, if they have no preferred direction"""
 
     @model_validator(mode="after")
     def _ranges_rise(self) -> Self:
         for name, (low, high), most in (("scale", self.scale, 1.0), ("ratio", self.ratio, float("inf"))):
             if not low <= high <= most:
                 raise ValueError(f"{name} is {low:g} to {high:g}; expected a rising range" + (" up to 1" if most == 1 else ""))
-        if self.rotate90 and self.reader == "dali":
-            raise ValueError("rotate90 is not an operator of reader dali; set reader to auto, or rotate90 to false")
         return self
 
 
