@@ -46,11 +46,8 @@ def image_fields(classes: int) -> store.Fields:
 @dataclass(frozen=True)
 class Source(command.Settings):
     rows: int = option(1024, "images per file", type=command.positive)
-    validation: float = option(None, "fraction held out, if it has no folder; default 0.1", metavar="F", type=float)
+    validation: float = option(None, "held-out fraction if there is no folder of it; default 0.1", type=command.within(0, 0.9))
     skip_bad: bool = command.skip_bad()
-
-    def mistakes(self) -> Iterator[str]:
-        yield from command.check_fractions(self.validation, 0)
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:

@@ -77,8 +77,8 @@ def test_a_part_is_held_out_by_the_hash_of_names(tmp_path: Path, capsys: pytest.
     write_files(tmp_path / "in", {"bee/new.jpg": picture_of(99)})
     assert run("convert", tmp_path / "in", tmp_path / "more", "--validation", 0.3) == 0
     assert held_out.keys() <= dict(read(tmp_path / "more/validation")).keys() <= {*held_out, picture_of(99)}, "others stay"
-    assert run("convert", tmp_path / "in", tmp_path / "none", "--validation", 1) == 2
-    check_error(capsys, "--validation 1")
+    assert run("convert", tmp_path / "in", tmp_path / "none", "--validation", 1e-6) == 2
+    check_error(capsys, "no image for validation; give more, or change --validation")
 
 
 @pytest.mark.parametrize(("text", "names"), [("{}\n", ["0", "1", "2"]), ("c{}", ["c0", "c1", "c2"])])
