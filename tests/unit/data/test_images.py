@@ -61,6 +61,7 @@ def test_boxes_and_pixels_are_those_of_torchvision_and_pillow() -> None:
         assert [*random_resized_crop(case["height"], case["width"], case["random"], case["scale"], case["ratio"])] == case["box"]
     for height, width, expected in golden["eval_geometry"]:
         assert [*center_crop_box(height, width, 256, 224)] == expected
+    assert center_crop_box(256, 343, 256, 224) == (256, 343, 16, 60), "59.5 is rounded to even"
     for name, case in golden["images"].items():
         if name == "eval":
             height, width, *corner = center_crop_box(*PHOTO.shape[:2], case["resize_short_side"], case["size"])
@@ -153,6 +154,7 @@ VARIANTS = {
     "gray": encode(Image.fromarray(PHOTO).convert("L")), "gray jpeg": encode(Image.fromarray(PHOTO).convert("L"), "JPEG"),
     "palette": encode(Image.fromarray(PHOTO).quantize(99)), "cmyk": encode(Image.fromarray(PHOTO).convert("CMYK"), "JPEG"),
     "alpha": encode(np.dstack([PHOTO, PHOTO[..., 0]])), "webp": encode(PHOTO, "WEBP"), "noise": encode(NOISE),
+    "transparent color": encode(Image.fromarray(PHOTO).convert("L"), transparency=int(np.median(PHOTO))),
 }  # fmt: skip
 
 
