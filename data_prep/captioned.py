@@ -197,7 +197,7 @@ def read_samples(shard: Shard, entries: Sequence[Entry], skipped: store.Skipped)
     else:
         for entry in entries:
             with skipped.catch(path := shard.path / entry["name"]):
-                caption = _decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
+                caption = decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
                 yield Sample(str(path), caption, **_image_or_moments(_read_bytes(path), path.suffix[1:].lower(), str(path)))
 
 
@@ -208,24 +208,29 @@ def _read_bytes(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read ({problem.strerror}); {REMEDY}") from problem
 
 
-def _decode_text(data: bytes, where: str) -> str:
+def decode_text(data: bytes, where: str) -> str:
+    """Return UTF-8 text without spaces at its ends. Raises DataError."""
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as problem:
         raise DataError(f"{where}: byte 0x{data[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8)") from None
 
 
+def read_member(file: IO[bytes], member: Sequence[int], name: str) -> bytes:
+    """Return the content of a member of a tar file, given by offset and size."""
+    file.seek(member[0])
+    if len(content := file.read(member[1])) < member[1]:
+        raise DataError(f"{name}: truncated; {REMEDY}")
+    return content
+
+
 def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
     name, members = f"{path}: {entry['name']}", entry["members"]
 
     def data(ending: str) -> bytes:
-        offset, size = members[ending]
-        file.seek(offset)
-        if len(content := file.read(size)) < size:
-            raise DataError(f"{name}.{ending}: truncated; {REMEDY}")
-        return content
+        return read_member(file, members[ending], f"{name}.{ending}")
 
-    caption = _decode_text(data("txt"), f"{name}.txt") if "txt" in members else None
+    caption = decode_text(data("txt"), f"{name}.txt") if entry["caption"] else None
     ending = next((suffix for suffix in IMAGE_SUFFIXES if suffix in members), None)
     if ending is None:
         has = ", ".join(members) or "nothing"

@@ -10,10 +10,12 @@ import h5py
 import numpy as np
 
 from data_prep import store
+from hpcai.data.image_files import open_image, to_rgb
 from hpcai.durable import replace_file
 
 NAME = "samples.png"
 SAMPLES, PANELS = 4, 5                          # columns; rows at most, of the largest datasets
+CLASSES, FILES = 20, 64                         # of images: rows at most; files in which they are looked for
 MIN_VALUES = 8                                  # of a dataset that is drawn
 
 
@@ -42,22 +44,25 @@ def draw(locations: Sequence[tuple[Path, int]], index: dict[str, Any], path: Pat
 
 
 def draw_classes(locations: Sequence[tuple[Path, int]], index: dict[str, Any], path: Path, columns: int = 10) -> None:
-    """Draw a row of images for each class. They are the PNG or JPEG files of a ragged dataset "image", with "bytes" and "label"."""
+    """Draw a row of images for each of the first classes. They are files in a ragged dataset "image", with "label"."""
     from matplotlib.figure import Figure
-    from PIL import Image
 
-    names, examples = index["classes"], dict[int, list[Any]]()
-    for file_path in dict.fromkeys(file_path for file_path, _ in locations):
+    names, files = index["classes"][:CLASSES], [*dict.fromkeys(file_path for file_path, _ in locations)]
+    examples: list[list[Any]] = [[] for _ in names]
+    for file_path in files[:: max(1, -(-len(files) // FILES))]:
         with h5py.File(file_path, "r") as file:
-            offsets = np.append(0, np.cumsum(file["bytes"][...], dtype=np.int64))
-            for row, label in enumerate(file["label"][...]):
-                if len(chosen := examples.setdefault(int(label), [])) < columns:
-                    chosen.append(Image.open(io.BytesIO(file["image"][offsets[row] : offsets[row + 1]].tobytes())).copy())
+            offsets, labels = np.append(0, np.cumsum(file["bytes"][...], dtype=np.int64)), file["label"][...]
+            for row in np.flatnonzero(labels < len(names)):
+                if len(chosen := examples[labels[row]]) < columns:
+                    data = file["image"][offsets[row] : offsets[row + 1]].tobytes()
+                    with open_image(data, f"{file_path}: row {row}") as image:
+                        chosen.append(to_rgb(image)[0])
+                    chosen[-1].thumbnail((120, 120))
     figure = Figure(figsize=(1.5 * columns, 1.5 * len(names) + 0.4), layout="constrained")
-    figure.suptitle(f"{path.parent.name}: {len(names)} classes, {len(locations):,} images", fontsize=11)
-    for axes, (label, name) in zip(figure.subplots(len(names), columns, squeeze=False), enumerate(names)):
+    figure.suptitle(f"{path.parent.name}: {len(index['classes'])} classes, {len(locations):,} images", fontsize=11)
+    for axes, chosen, name in zip(figure.subplots(len(names), columns, squeeze=False), examples, names):
         axes[0].set_ylabel(name, fontsize=9)
-        for axis, image in itertools.zip_longest(axes, examples.get(label, [])):
+        for axis, image in itertools.zip_longest(axes, chosen):
             axis.set(xticks=[], yticks=[])
             axis.set_frame_on(False)
             if image is not None:

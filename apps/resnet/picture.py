@@ -41,10 +41,10 @@ class Classes:
     def accuracy(self) -> float:
         return float((self.predicted == self.true).mean())
 
-    def errors(self) -> tuple[float, float]:
+    def errors(self) -> list[float]:
         """Return the expected calibration error of every other image, as predicted and calibrated."""
         true = torch.from_numpy(self.true[1::2])
-        return tuple(calibration_error(torch.from_numpy(p), true) for p in (self.raw[1::2], self.calibrated))  # type: ignore[return-value]
+        return [calibration_error(torch.from_numpy(p), true) for p in (self.raw[1::2], self.calibrated)]
 
 
 def read(path: Path) -> Classes:
@@ -53,8 +53,8 @@ def read(path: Path) -> Classes:
     if len(true) < 2 or not torch.isfinite(logits).all():
         raise DataError(f"{len(true)} images, expected two or more with finite logits")
     temperature = fit_temperature(logits[::2], true[::2])
-    probabilities = [(values / t).softmax(1).numpy() for values, t in ((logits, 1.0), (logits[1::2], temperature))]
-    return Classes(content["classes"].tolist(), content["image"].astype(np.uint8), true.numpy(), *probabilities, temperature)
+    raw, calibrated = logits.softmax(1).numpy(), (logits[1::2] / temperature).softmax(1).numpy()
+    return Classes(content["classes"].tolist(), content["image"].astype(np.uint8), true.numpy(), raw, calibrated, temperature)
 
 
 def classes(results: Classes) -> list[str]:
@@ -101,8 +101,8 @@ def _draw_reliability(results: Classes, theme: Theme) -> Figure:
     figure = Figure(figsize=(WIDTH, WIDTH * 0.75))
     axes, before_after, true = figure.subplots(), results.errors(), results.true[1::2]
     axes.plot([0, 1], [0, 1], color=theme.ink, linewidth=1, label="perfect")
-    for p, name, color, error in zip((results.raw[1::2], results.calibrated), ("predicted", f"with temperature {results.temperature:.2f}"),
-                                     (theme.second, theme.main), before_after):
+    lines = (("predicted", theme.second), (f"with temperature {results.temperature:.2f}", theme.main))
+    for p, error, (name, color) in zip((results.raw[1::2], results.calibrated), before_after, lines):
         confidence, correct = p.max(1), p.argmax(1) == true
         bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
         filled = [k for k in range(BINS) if (bins == k).any()]
@@ -123,7 +123,8 @@ def _draw_confusion(results: Classes, theme: Theme) -> Figure:
     for i, row in enumerate(shares):
         for j, share in enumerate(row):
             if table[i, j]:
-                axes.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color="white" if share > 0.5 else theme.ink)
+                color = "white" if share > 0.5 else theme.ink
+                axes.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8, color=color)
     names = [escape_mathtext(name) for name in results.names]
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
     axes.set_yticks(range(len(names)), names)

@@ -35,7 +35,7 @@ def open_image(data: bytes, name: str) -> Iterator["Image.Image"]:
     with parse_errors(name, REMEDY, "cannot be read as an image"), Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if image.format != "MPO" and getattr(image, "is_animated", False):  # an MPO is a photograph with its preview
             raise DataError(f"{name}: an animated image; save one of its frames as .png, or leave it out")
-        if image.mode[0] in "IF" or (image.format == "PNG" and data[24] > 8):  # Pillow drops the lower bits of RGB
+        if image.format == "PNG" and data[24] > 8:  # Pillow drops the lower bits of RGB
             raise DataError(f"{name}: pixels of more than 8 bits (mode {image.mode}); convert it to 8 bits")
         yield image
 

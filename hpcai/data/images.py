@@ -8,6 +8,7 @@ resized to 112 pixels, 8 to 32 pixels, and 13 of white noise.
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 
 FIELDS: Fields = {"label": ("int32", ()), "bytes": ("int32", ()), "image": ("uint8", ("bytes",))}
 """of the files of ``data_prep.images``"""
-ATTEMPTS = 10
-_STREAM = 0x1A6E
+_ATTEMPTS, _STREAM = 10, 0x1A6E
 
 
 class Geometry(NamedTuple):
@@ -49,9 +49,8 @@ def random_resized_crop(
 ) -> tuple[int, int, int, int]:  # fmt: skip
     """Return top, left, height and width of a random crop, by torchvision's rule (Szegedy et al. 2015).
 
-    Each attempt has four uniform numbers in [0, 1): for the area, as a fraction in ``scale`` of the image's; for the logarithm of
-    the aspect ratio, width by height; for top; for left. If none fits, the crop is the largest centred one with an aspect ratio
-    within ``ratio``.
+    Each attempt has four numbers in [0, 1): for the area, a fraction in ``scale`` of the image; for the logarithm of width by
+    height, in ``ratio``; for top; for left. If none fits, the crop is the largest centred one within ``ratio``.
     """
     for for_area, for_ratio, for_top, for_left in random:
         area = height * width * (scale[0] + for_area * (scale[1] - scale[0]))
@@ -117,13 +116,10 @@ class ImageSamples(Samples):
         if not self.train:
             h, w, *corner = center_crop_box(height, width, self.resize, self.size)
             return Geometry((0, 0, height, width), (h, w), (corner[0], corner[1]))
-        random = np.random.Generator(np.random.PCG64([self.seed, epoch, index, _STREAM])).random(4 * ATTEMPTS + 3)
-        box = random_resized_crop(height, width, random[:-3].reshape(ATTEMPTS, 4).tolist(), self.scale, self.ratio)
+        random = np.random.Generator(np.random.PCG64([self.seed, epoch, index, _STREAM])).random(4 * _ATTEMPTS + 3)
+        box = random_resized_crop(height, width, random[:-3].reshape(_ATTEMPTS, 4).tolist(), self.scale, self.ratio)
         x, y, transpose = (random[-3:] < 0.5).tolist()
-        if not self.rotate90:
-            mirror = (x and self.flip, False, False)
-        else:
-            mirror = (x, y, transpose if self.flip else x != y)  # without a reflection
+        mirror = (x, y, transpose if self.flip else x != y) if self.rotate90 else (x and self.flip, False, False)
         return Geometry(box, (self.size, self.size), mirror=mirror)
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> dict[str, Any]:
@@ -146,8 +142,7 @@ def dali_fields(samples: ImageSamples, gpu: bool = False) -> tuple[Field, ...]:
     """Return the fields of ``encoded`` samples for ``make_loader``; with ``gpu`` they are decoded on it."""
 
     def operators(data: Any, random: Any, geometry: Any) -> Any:
-        from nvidia.dali import fn, types
-
+        fn, types = (import_module(f"nvidia.dali.{name}") for name in ("fn", "types"))
         x = fn.decoders.image_slice(
             data, device="mixed" if gpu else "cpu", start=geometry[0:2], shape=geometry[2:4], axes=(0, 1), adjust_orientation=False,
             jpeg_fancy_upsampling=True,
