@@ -53,7 +53,7 @@ class Camera:
         """Return the point spread functions: Moffat's of beta 3, wider at short wavelengths (Kolmogorov).   Shape: [3, P, P]"""
         fwhm = self.seeing * (WAVELENGTH / WAVELENGTH[1]) ** -0.2
         width = (fwhm / (2 * math.sqrt(2 ** (1 / MOFFAT_BETA) - 1)))[:, None, None]
-        square = np.fft.ifftshift(self.grid.axis + self.grid.step / 2) ** 2
+        square = np.fft.ifftshift(self.grid.axis - self.grid.step / 2) ** 2
         psf = (1 + (square[:, None] + square) / width**2) ** np.float32(-MOFFAT_BETA)
         return psf / psf.sum((1, 2), keepdims=True, dtype=float)
 
