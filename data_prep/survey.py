@@ -23,7 +23,7 @@ READ_NOISE = 6.0                                          # electrons per pixel
 OVERSAMPLE, MARGIN = 2, 8
 MOFFAT_BETA = 3.0
 FAINTEST = 22.5                                           # r of stars and galaxies of the field
-BALANCE = np.array((1.37, 1.0, 0.86), np.float32)         # of blue, green, red light in a colour image
+BALANCE = np.array((1.5, 1.0, 0.8), np.float32)           # of blue, green, red light in a colour image
 SOFTNESS, BRIGHTNESS = 6.0, 0.07                          # Q and alpha of Lupton et al. 2004, flux in units of the noise of the sky
 
 
@@ -58,7 +58,7 @@ class Camera:
         return psf / psf.sum((1, 2), keepdims=True, dtype=float)
 
     @cached_property
-    def psf_spectrum(self) -> Array:
+    def psf_spectrum(self) -> Any:
         return np.fft.rfft2(self.psf())
 
     def blur(self, scene: Array, band: Any = slice(None)) -> Array:
