@@ -117,27 +117,26 @@ def draw_disc(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy, name:
     length, bar_angle = scale * u(0.9, 1.8), u(0, math.pi)
     bar = u(0.12, 0.28) if name == "barred spiral" else u(0.04, 0.1) if rng.random() < 0.25 else 0.0
     smooth = models.sersic(disc, 1.678 * scale, 1.0)
-    old_light: Array = bulge * bulge_light + bar * models.bar(disc, length, u(0.2, 0.35), bar_angle)
-    rest, tau = 1 - bulge - bar, np.float32(0)
+    bar_light = bar * models.bar(disc, length, u(0.2, 0.35), bar_angle)
+    rest, left = 1 - bulge - bar, np.ones(1, np.float32)
+    old_light: Array = rest * (1 - young) * smooth
+    young_light: Array = rest * young * smooth
     if spiral or name == "ring":
         tight = {"tight spiral": True, "loose spiral": False}.get(name, rng.random() < 0.6)
         pitch = math.radians(u(8, 18) if tight else u(18, 36)) * rng.choice((-1, 1))
         start, phase = (length, bar_angle) if bar > 0.1 else (scale * u(0.4, 0.8), u(0, math.pi))
-        arms = Arms(int(rng.choice((2, 2, 2, 3, 4))) if bar < 0.1 else 2, pitch, phase, start, u(1, 3.5) if spiral else u(0, 0.6))
+        arms = Arms(int(rng.choice((2, 2, 2, 3, 4))) if bar < 0.1 else 2, pitch, phase, start, u(0.5, 3.5) if spiral else u(0, 0.6))
         wave, texture = arms.modulation(disc), arms.flocculence(disc, rng, u(0.2, 0.6))
         tau = smooth / smooth.max() * arms.modulation(disc, 0.8) * (u(0.2, 0.8) / math.cos(inclination))
-        count = int(rng.poisson(u(10, 50)))
-        weights = rng.lognormal(0, 0.8, count)
-        knots = grid.add_points(disc.to_sky(arms.knots(rng, count, scale)), 0.1 * weights / max(weights.sum(), 1))
+        left = np.exp(-models.DUST[:, None, None] * tau)
+        weights = rng.lognormal(0, 0.8, rng.poisson(u(10, 50)))
+        knots = grid.add_points(disc.to_sky(arms.knots(rng, len(weights), scale)), 0.1 * weights / max(weights.sum(), 1))
         ring = u(0.3, 0.6) if name == "ring" else u(0.05, 0.15) if rng.random() < 0.1 else 0.0
         circle = models.ring(disc, radius := scale * u(1.3, 2.2), radius * u(0.12, 0.22)) * texture
-        old_light += rest * (1 - young) * ((1 - ring / 2) * smooth * (0.6 + 0.4 * wave) + ring / 2 * circle)
+        old_light = rest * (1 - young) * ((1 - ring / 2) * smooth * (0.6 + 0.4 * wave) + ring / 2 * circle)
         young_light = rest * young * ((1 - ring) * smooth * wave * texture + ring * circle + knots - 0.1 * smooth)
-    else:
-        old_light, young_light = old_light + rest * (1 - young) * smooth, rest * young * smooth
     old, young_colour = (colour[:, None, None] for colour in galaxy.colours(rng))
-    left = np.exp(-models.DUST[:, None, None] * tau) if np.ndim(tau) else 1
-    return (old * old_light + young_colour * np.maximum(young_light, 0)) * left, inclination
+    return (old * (bulge * bulge_light + bar_light + old_light) + young_colour * np.maximum(young_light, 0)) * left, inclination
 
 
 def draw_edge_on(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) -> tuple[Array, float]:
@@ -159,10 +158,10 @@ def draw_edge_on(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) ->
 
 def draw_merger(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) -> tuple[Array, float]:
     u, scale = rng.uniform, galaxy.radius / 1.678
-    mass, own, view = 10 ** u(-1, 0), u(0.18, 0.3), models.rotation(rng)
+    mass, own, view = 10 ** u(-0.8, 0), u(0.22, 0.34), models.rotation(rng)
     turns, scales = (models.rotation(rng), models.rotation(rng)), (own, own * math.sqrt(mass))
     counts = PARTICLES, int(PARTICLES * mass)
-    bodies, particles = models.encounter(rng, mass, scales, turns, counts, u(-0.7, 2.8))
+    bodies, particles = models.encounter(rng, mass, scales, turns, counts, u(-0.7, 3.5))
     sky = scale / own * (view[:2] @ np.concatenate((bodies, particles)).T).T
     sky += galaxy.centre - sky[0] - u(0, 0.5) * (sky[1] - sky[0])
     members = np.split(sky[2:], counts[:1])
