@@ -7,10 +7,10 @@
                                                     "snr" (r, optimal), "radius" (half-light, in FWHM of the point spread function),
                                                     "inclination" (degrees) float32 [N]
 
-A label is the class of the model, and no function of the image: the error of the best classifier is not 0. A lenticular that is seen
-face-on looks like an elliptical; arms are lost in noise or are narrower than the seeing in small galaxies; the pitch angle that
-divides tight from loose arms, and the inclinations of discs, are continuous; lenticulars have weak bars and spirals have rings; a
-galaxy in front is no merger, and a merger before its first pericentre has no tails.
+A label is the class of the model, and no function of the image: the error of the best classifier is not 0. A face-on lenticular
+looks like an elliptical; arms are lost in noise, or are narrower than the seeing; the pitch angle that divides tight from loose
+arms, and the inclinations of discs, are continuous; lenticulars have weak bars, spirals have rings, and chance neighbours of any
+galaxy look like a merger before its pericentre, which has no tails.
 
 The inclination of an elliptical is that of a round disc of its axis ratio; that of a merger is of its first disc.
 
@@ -31,7 +31,7 @@ import numpy as np
 from data_prep import command, picture, store, survey
 from data_prep import galaxy_models as models
 from data_prep.command import option
-from data_prep.galaxy_models import Array, Arms, Plane
+from data_prep.galaxy_models import Arms, Array, Plane
 from data_prep.store import Field
 
 # Classes, and about how often a survey finds them
@@ -97,43 +97,46 @@ def draw_galaxy(rng: np.random.Generator, early: bool, limit: float, radii: tupl
 def draw_smooth(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) -> tuple[Array, float]:
     ratio = float(np.clip(1 - abs(rng.normal(0, 0.25)), 0.4, 1))
     plane = Plane(grid, galaxy.centre, rng.uniform(0, math.pi), ratio)
-    light = models.sersic(plane, galaxy.radius / math.sqrt(ratio), float(np.clip(rng.normal(4, 1), 2, 6)))
-    return light * galaxy.colours(rng)[0][:, None, None], math.acos(ratio)
+    light = models.sersic(plane, galaxy.radius / math.sqrt(ratio), float(np.clip(rng.normal(3.3, 1.2), 1.5, 6)))
+    old, blue = (colour[:, None, None] for colour in galaxy.colours(rng))
+    return light * (old + rng.uniform(0, 0.1) * (blue - old)), math.acos(ratio)
 
 
 def draw_disc(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy, name: str) -> tuple[Array, float]:
     """Return the light of a disc galaxy that is not edge-on, of total about 1 in r, and its inclination."""
     u, spiral = rng.uniform, "spiral" in name
     inclination, angle = math.acos(u(math.cos(math.radians(76)), 1)), u(0, 2 * math.pi)
-    disc = Plane(grid, galaxy.centre, angle, models.axis_ratio(inclination, u(0.15, 0.22)))
+    lenticular = name == "lenticular"
+    disc = Plane(grid, galaxy.centre, angle, models.axis_ratio(inclination, u(0.2, 0.35) if lenticular else u(0.15, 0.22)))
     centre = Plane(grid, galaxy.centre, angle, models.axis_ratio(inclination, u(0.6, 0.9)))
     scale = galaxy.radius / 1.5
-    bulge = u(0.3, 0.65) if name == "lenticular" else u(0.04, 0.3)
-    bulge_light = models.sersic(centre, scale * u(0.25, 0.6) * math.sqrt(bulge / 0.3), u(1.5, 4) if bulge > 0.15 else u(1, 2))
+    bulge = u(0.3, 0.8) if lenticular else u(0.04, 0.3)
+    bulge_radius = scale * (u(0.4, 1.5) if lenticular else u(0.25, 0.6) * math.sqrt(bulge / 0.3))
+    bulge_light = models.sersic(centre, bulge_radius, u(1.5, 5) if lenticular else u(1.5, 4) if bulge > 0.15 else u(1, 2))
     young = u(0.35, 0.65) if spiral else u(0.3, 0.5) if name == "ring" else u(0, 0.1)
     length, bar_angle = scale * u(0.9, 1.8), u(0, math.pi)
     bar = u(0.12, 0.28) if name == "barred spiral" else u(0.04, 0.1) if rng.random() < 0.25 else 0.0
     smooth = models.sersic(disc, 1.678 * scale, 1.0)
-    old_light = bulge * bulge_light + bar * models.bar(disc, length, u(0.2, 0.35), bar_angle)
-    rest, tau = 1 - bulge - bar, np.float32(0)
+    bar_light = bar * models.bar(disc, length, u(0.2, 0.35), bar_angle)
+    rest, left = 1 - bulge - bar, np.ones(1, np.float32)
+    old_light: Array = rest * (1 - young) * smooth
+    young_light: Array = rest * young * smooth
     if spiral or name == "ring":
         tight = {"tight spiral": True, "loose spiral": False}.get(name, rng.random() < 0.6)
         pitch = math.radians(u(8, 18) if tight else u(18, 36)) * rng.choice((-1, 1))
         start, phase = (length, bar_angle) if bar > 0.1 else (scale * u(0.4, 0.8), u(0, math.pi))
-        arms = Arms(int(rng.choice((2, 2, 2, 3, 4))) if bar < 0.1 else 2, pitch, phase, start, u(1, 3.5) if spiral else u(0, 0.6))
+        arms = Arms(int(rng.choice((2, 2, 2, 3, 4))) if bar < 0.1 else 2, pitch, phase, start, u(0.5, 3.5) if spiral else u(0, 0.6))
         wave, texture = arms.modulation(disc), arms.flocculence(disc, rng, u(0.2, 0.6))
         tau = smooth / smooth.max() * arms.modulation(disc, 0.8) * (u(0.2, 0.8) / math.cos(inclination))
-        count = int(rng.poisson(u(10, 50)))
-        knots = grid.add_points(disc.to_sky(arms.knots(rng, count, scale)), w := rng.lognormal(0, 0.8, count)) * (0.1 / max(w.sum(), 1))
+        left = np.exp(-models.DUST[:, None, None] * tau)
+        weights = rng.lognormal(0, 0.8, rng.poisson(u(10, 50)))
+        knots = grid.add_points(disc.to_sky(arms.knots(rng, len(weights), scale)), 0.1 * weights / max(weights.sum(), 1))
         ring = u(0.3, 0.6) if name == "ring" else u(0.05, 0.15) if rng.random() < 0.1 else 0.0
         circle = models.ring(disc, radius := scale * u(1.3, 2.2), radius * u(0.12, 0.22)) * texture
-        old_light += rest * (1 - young) * ((1 - ring / 2) * smooth * (0.6 + 0.4 * wave) + ring / 2 * circle)
+        old_light = rest * (1 - young) * ((1 - ring / 2) * smooth * (0.6 + 0.4 * wave) + ring / 2 * circle)
         young_light = rest * young * ((1 - ring) * smooth * wave * texture + ring * circle + knots - 0.1 * smooth)
-    else:
-        old_light, young_light = old_light + rest * (1 - young) * smooth, rest * young * smooth
     old, young_colour = (colour[:, None, None] for colour in galaxy.colours(rng))
-    left = np.exp(-models.DUST[:, None, None] * tau) if np.ndim(tau) else 1
-    return (old * old_light + young_colour * np.maximum(young_light, 0)) * left, inclination
+    return (old * (bulge * bulge_light + bar_light + old_light) + young_colour * np.maximum(young_light, 0)) * left, inclination
 
 
 def draw_edge_on(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) -> tuple[Array, float]:
@@ -155,10 +158,10 @@ def draw_edge_on(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) ->
 
 def draw_merger(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) -> tuple[Array, float]:
     u, scale = rng.uniform, galaxy.radius / 1.678
-    mass, own, view = u(0.2, 1), u(0.18, 0.3), models.rotation(rng)
+    mass, own, view = 10 ** u(-0.8, 0), u(0.22, 0.34), models.rotation(rng)
     turns, scales = (models.rotation(rng), models.rotation(rng)), (own, own * math.sqrt(mass))
     counts = PARTICLES, int(PARTICLES * mass)
-    bodies, particles = models.encounter(rng, mass, scales, turns, counts, u(-0.5, 2.5))
+    bodies, particles = models.encounter(rng, mass, scales, turns, counts, u(-0.7, 3.5))
     sky = scale / own * (view[:2] @ np.concatenate((bodies, particles)).T).T
     sky += galaxy.centre - sky[0] - u(0, 0.5) * (sky[1] - sky[0])
     members = np.split(sky[2:], counts[:1])
@@ -183,11 +186,12 @@ def draw(rng: np.random.Generator, label: int, camera: survey.Camera, limit: flo
     light, inclination = draws.get(name, partial(draw_disc, name=name))(rng, grid, galaxy)
     light = light * camera.electrons(np.full(3, galaxy.magnitude, np.float32))[:, None, None]
     field = survey.draw_field(camera, rng)
-    if name != "merger" and rng.random() < 0.08:        # a neighbour of the same group, or in front
+    if name != "merger" and rng.random() < 0.15:        # a neighbour of the same group, or in front
         distance, angle = galaxy.radius * rng.uniform(1.5, 4), rng.uniform(0, 2 * math.pi)
         at = (distance * math.cos(angle), distance * math.sin(angle))
         other = Galaxy(galaxy.magnitude + rng.uniform(0, 2), galaxy.radius * rng.uniform(0.4, 1), galaxy.redshift, at)
-        field += draw_smooth(rng, grid, other)[0] * camera.electrons(np.full(3, other.magnitude, np.float32))[:, None, None]
+        draw_other = (draw_smooth, partial(draw_disc, name=NAMES[2]), partial(draw_disc, name=NAMES[3]))[rng.integers(3)]
+        field += draw_other(rng, grid, other)[0] * camera.electrons(np.full(3, other.magnitude, np.float32))[:, None, None]
     pixels = survey.colour_image(camera.expose(camera.blur(light + field), rng), camera)
     image = np.frombuffer(survey.encode_png(pixels), np.uint8)
     return {"bytes": len(image), "image": image, "label": label, "snr": camera.signal_to_noise(camera.blur(light[1], 1)),
@@ -205,7 +209,7 @@ class Recipe(command.Recipe):
     seed: int = command.seed()
     size: int = option(64, "pixels per side", type=command.positive)
     width: float = option(33.5, "of an image in arcsec", metavar="X", type=command.within(10, 300))
-    seeing: float = option(1.2, "FWHM of the point spread function in r in arcsec, on average", metavar="X", type=command.within(0.1, 5))
+    seeing: float = option(1.2, "mean FWHM of the point spread function in r, arcsec", metavar="X", type=command.within(0.1, 5))
     exposure: float = option(54.0, "seconds in each band", metavar="X", type=command.within(1, 1e5))
     limit: float = option(17.8, "magnitude of the faintest galaxy in r", metavar="X", type=command.within(15, 21))
     balance: str = option("equal", "frequencies of classes: equal, or about those of a survey", choices=("equal", "natural"))
@@ -231,7 +235,7 @@ class Recipe(command.Recipe):
 
 
 def write_images(recipe: Recipe, samples: Sequence[int], path: Path) -> None:
-    attributes = {"classes": list(NAMES), "kind": "simulated", "seed": recipe.seed, "samples": list(samples), "recipe": recipe.json_text}
+    attributes = {"classes": list(NAMES), "kind": "simulated", "samples": list(samples), "recipe": recipe.json_text}
     store.write_rows(path, fields(), [recipe.sample(index) for index in samples], attributes)
 
 
@@ -254,8 +258,10 @@ def check_images(prepared: command.PreparedDataset, options: argparse.Namespace)
     from PIL import Image
 
     recipe = prepared.simulation_settings(Recipe)
+    if recipe is None:
+        return
     rows = command.subsample(prepared.locations, options.check_count)
-    for path, row in rows if recipe else ():
+    for path, row in rows:
         with h5py.File(path, "r") as file:
             stored, index = next(store.read_rows(file, fields(), row, row + 1)), file.attrs["samples"][row]
         expected = recipe.sample(int(index))
@@ -267,8 +273,8 @@ def check_images(prepared: command.PreparedDataset, options: argparse.Namespace)
 
 BUILDER = command.DatasetBuilder(
     "galaxies", "Images of galaxies with classes: simulate them, or check them.", "resnet",
-    command.Check("Files against index.json, images against the simulation.", check_images, ("images", 64, "images to simulate again"),
-                  picture.draw_classes),
+    command.Check("Files against index.json, images against the simulation.", check_images,
+                  ("images", 64, "images to simulate again"), picture.draw_classes),
     (command.Simulate("Galaxies of a survey, with the classes of their models.", Recipe,
                       ("samples", 6000, "how many; a later run may ask for more"), simulate),),
 )  # fmt: skip

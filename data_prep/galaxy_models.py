@@ -143,7 +143,7 @@ class Arms:
         radius, phi = plane.polar
         weight = (r := (radius / self.start) ** 4) / (1 + r)
         wave = np.exp(self.sharpness * (np.cos(self.number * (phi - self.crests(radius)) - math.copysign(lag, self.pitch)) - 1))
-        return 1 + weight * (wave / (np.i0(self.sharpness) * math.exp(-self.sharpness)) - 1)
+        return 1 + weight * (wave / (float(np.i0(self.sharpness)) * math.exp(-self.sharpness)) - 1)
 
     def knots(self, rng: np.random.Generator, count: int, scale: float) -> Array:
         """Return positions of star-forming regions of an exponential disc, along the arms.   Shape: [count, 2]"""

@@ -23,7 +23,7 @@ READ_NOISE = 6.0                                          # electrons per pixel
 OVERSAMPLE, MARGIN = 2, 8
 MOFFAT_BETA = 3.0
 FAINTEST = 22.5                                           # r of stars and galaxies of the field
-BALANCE = np.array((1.37, 1.0, 0.86), np.float32)         # of blue, green, red light in a colour image
+BALANCE = np.array((1.5, 1.0, 0.8), np.float32)           # of blue, green, red light in a colour image
 SOFTNESS, BRIGHTNESS = 6.0, 0.07                          # Q and alpha of Lupton et al. 2004, flux in units of the noise of the sky
 
 
@@ -53,12 +53,12 @@ class Camera:
         """Return the point spread functions: Moffat's of beta 3, wider at short wavelengths (Kolmogorov).   Shape: [3, P, P]"""
         fwhm = self.seeing * (WAVELENGTH / WAVELENGTH[1]) ** -0.2
         width = (fwhm / (2 * math.sqrt(2 ** (1 / MOFFAT_BETA) - 1)))[:, None, None]
-        square = np.fft.ifftshift(self.grid.axis + self.grid.step / 2) ** 2
+        square = np.fft.ifftshift(self.grid.axis - self.grid.step / 2) ** 2
         psf = (1 + (square[:, None] + square) / width**2) ** np.float32(-MOFFAT_BETA)
         return psf / psf.sum((1, 2), keepdims=True, dtype=float)
 
     @cached_property
-    def psf_spectrum(self) -> Array:
+    def psf_spectrum(self) -> Any:
         return np.fft.rfft2(self.psf())
 
     def blur(self, scene: Array, band: Any = slice(None)) -> Array:
