@@ -63,15 +63,16 @@ def classes(results: Classes) -> list[str]:
 
 
 def caption(results: Classes) -> str:
-    return (f"{len(results.true):,} validation images. A probability of 80 % should be right 80 times in 100. Calibration divides the"
-            " logits by a temperature; each half of the images has the one that was fitted to the other half.")
+    return (f"{len(results.true):,} validation images. A probability of 80 % should be right 80 times in 100. Calibration divides"
+            " the logits by a temperature; each half of the images has the one that was fitted to the other half.")
 
 
 def finding(results: Classes) -> Finding:
     most = float(np.bincount(results.true).max() / len(results.true))
     number, (before, after) = f"{format_measured(100 * results.accuracy())} %", results.errors()
     text = f"{number} of unseen images are classified correctly, {format_measured(100 * most)} % are of the most frequent class; "
-    text += f"probabilities are wrong by {format_measured(100 * after)} points ({format_measured(100 * before)} before calibration)."
+    text += f"the probability of a prediction is off by {format_measured(100 * before)} points, "
+    text += f"by {format_measured(100 * after)} with a temperature."
     return Finding(text, number, "correctly classified images; higher is better")
 
 
@@ -91,7 +92,8 @@ def _draw_images(results: Classes, theme: Theme) -> Figure:
             continue
         guess, true = results.predicted[n], results.true[n]
         axes.imshow(results.images[n])
-        title = f"{results.names[guess]}\n{100 * results.raw[n, guess]:.0f} %" + ("" if guess == true else f", not\n{results.names[true]}")
+        title = f"{results.names[guess]}\n{100 * results.raw[n, guess]:.0f} %"
+        title += "" if guess == true else f", not\n{results.names[true]}"
         axes.set_title(escape_mathtext(title), fontsize=7, color=theme.ink if guess == true else theme.second)
     return figure
 
@@ -142,5 +144,8 @@ def table(results: Classes) -> Table:
     counts = _confusion(results)
     right, true, predicted = np.diagonal(counts), counts.sum(1), counts.sum(0)
     order = np.argsort(right / np.maximum(true, 1), kind="stable")[:MAX_CLASSES]
-    rows = [(results.names[k], f"{true[k]:,}", *(f"{right[k] / n:.3f}" if n else "-" for n in (true[k], predicted[k]))) for k in order]
-    return Table("Classes", "those with the lowest recall first", ("", "images", "recall", "precision"), rows)
+    rows = []
+    for k in order:
+        recall, precision = (f"{right[k] / count:.3f}" if count else "-" for count in (true[k], predicted[k]))
+        rows.append((results.names[k], f"{true[k]:,}", recall, precision))
+    return Table("Classes", "Those with the lowest recall first.", ("", "images", "recall", "precision"), rows)
