@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +97,18 @@ class OneMachineSlurm:
         while (now := self.state(job)) not in states:
             if time.monotonic() > until:
                 raise TimeoutError(f"job {job} is {now} after {timeout} s, not {' or '.join(states)}\n{self._logs()}")
+            self._restart_ended()
             time.sleep(0.2)
         return now
+
+    def _restart_ended(self) -> None:
+        """Start slurmd again on nodes where it crashed, as systemd does; its steps run on."""
+        for i in range(self._nodes):
+            pid = self.folder / f"slurmd.n{i + 1}.pid"
+            if (text := pid.read_text().strip()) and not _alive(int(text)):
+                warnings.warn(f"slurmd of n{i + 1} ended, and is started again\n{self._logs()}", stacklevel=3)
+                pid.write_text("")
+                self._start_slurmd(i)
 
     def _run(self, args: Sequence[str | Path], timeout: float, environ: Mapping[str, str]) -> Result:
         start = time.monotonic()
@@ -130,12 +141,15 @@ class OneMachineSlurm:
         self._write_conf()
         self._daemon("slurmctld", "-i", "-f", self.env["SLURM_CONF"])
         for i in range(self._nodes):
-            self._daemon("slurmd", "-f", self.env["SLURM_CONF"], "-N", f"n{i + 1}")
+            self._start_slurmd(i)
         until = time.monotonic() + 30
         while self._run(["sinfo", "--noheader", "--Node", "--format=%t"], 30, {}).out.split() != ["idle"] * self._nodes:
             if time.monotonic() > until:
                 raise TimeoutError(f"Slurm did not come up within 30 s\n{self._logs()}")
             time.sleep(0.1)
+
+    def _start_slurmd(self, i: int) -> None:
+        self._daemon("slurmd", "-f", self.env["SLURM_CONF"], "-N", f"n{i + 1}")
 
     def _write_conf(self) -> None:
         folder, host, ports = self.folder, socket.gethostname().split(".")[0], _free_ports(self._nodes + 1)
@@ -167,7 +181,7 @@ class OneMachineSlurm:
                 _end(int(file.read_text()))
 
     def _logs(self) -> str:
-        return "\n".join(f"{log}:\n" + "\n".join(log.read_text().splitlines()[-20:]) for log in self.folder.glob("log/*"))
+        return "\n".join(f"{log}:\n" + "\n".join(log.read_text().splitlines()[-20:]) for log in self.folder.glob("log/*.log"))
 
 
 def _end(pid: int) -> None:

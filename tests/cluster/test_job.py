@@ -127,3 +127,9 @@ def test_an_environment_is_unpacked_on_the_node_and_deleted_at_the_end(
     text = (run / f"job-{number}.out").read_text()
     assert state == "COMPLETED" and text.count(f"started {disk}/{number}/bin/python -m hpcai.cli run cosmoflow ") == 1, text
     assert f"started {disk}/{number}/bin/python -m hpcai.cli report {run}" in text and not any(disk.iterdir())
+
+
+def test_a_crash_of_slurmd_does_not_lose_jobs(slurm: OneMachineSlurm) -> None:
+    os.kill(int((slurm.folder / "slurmd.n2.pid").read_text()), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="slurmd of n2 ended"):
+        assert slurm.sbatch("srun --mpi=none hostname", "--nodelist=n2").code == 0
