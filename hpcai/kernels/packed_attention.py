@@ -1,6 +1,6 @@
 """Bidirectional attention within the sequences of packed rows, without scores across sequences.
 
-On a CPU padding is left out: neighbouring sequences of one length have an attention together. On a GPU in 16 bits and without
+On a CPU padding is left out, and sequences of one length have an attention together. On a GPU in 16 bits and without
 dropout this is torch's attention of sequences of variable length, to which the padding of a row is one more sequence. Elsewhere it
 is torch's attention with a mask.
 
@@ -20,31 +20,30 @@ from hpcai.kernels.varlen_attention import _supports_packed, _varlen_attn
 
 @dataclass(eq=False)
 class Packing:
-    """The sequences of rows whose tokens are flattened, on a CPU without padding."""
+    """The sequences of rows whose tokens are flattened: on a CPU without padding, and by the lengths of sequences."""
 
-    rows: int
-    width: int
     index: Tensor | None                        # [N] tokens of [B T], or None for all
+    flat: Tensor                                # [B, T] flat token of each token of the rows
     positions: Tensor                           # [N] within the sequence
-    row_starts: Tensor                          # [B, 1] in flat tokens
-    starts: Tensor                              # [B, P] of each sequence in flat tokens
+    starts: Tensor                              # [B, P] first flat token of each sequence
     ends: Tensor                                # [B, P + 1] of each sequence and of the padding in its row
     lengths: list[int] | None                   # of the sequences, if they are read on the host
 
     @classmethod
     def of(cls, lengths: Tensor, width: int) -> "Packing":
         """Return the packing of rows of ``width`` tokens, which begin with sequences of ``lengths`` [B, P], 0 for none."""
-        lengths = lengths.long()
-        ends, column = lengths.cumsum(1), torch.arange(width, device=lengths.device)
-        starts, rows = ends - lengths, len(lengths)
-        position = column - (starts[:, :, None] * (column >= starts[:, :, None])).amax(1)  # of the last sequence that has begun
-        on_host = triton_support.on_cpu(lengths) and not lengths.is_meta and not triton_support.needs_plain_ops()
-        index = (column < ends[:, -1:]).flatten().nonzero()[:, 0] if on_host else None
-        sizes = ends[:, -1] if on_host else torch.full_like(ends[:, -1], width)
-        row_starts = (sizes.cumsum(0) - sizes)[:, None]
-        positions = position.flatten() if index is None else position.flatten()[index]
-        host = [n for n in lengths.flatten().tolist() if n] if on_host else None
-        return cls(rows, width, index, positions, row_starts, row_starts + starts, F.pad(ends, (0, 1), value=width), host)
+        lengths, column = lengths.long(), torch.arange(width, device=lengths.device)
+        ends = lengths.cumsum(1)
+        begun = column >= (ends - lengths)[:, :, None]  # [B, P, T]
+        positions = (column - ((ends - lengths)[:, :, None] * begun).amax(1)).flatten()
+        flat, index, host = torch.arange(len(lengths) * width, device=lengths.device), None, None
+        if triton_support.on_cpu(lengths) and not lengths.is_meta and not triton_support.needs_plain_ops():
+            own = (lengths[:, :, None] * (begun & (column < ends[:, :, None]))).sum(1).flatten()  # length of a token's sequence
+            index = own.argsort(stable=True)[int((own == 0).sum()) :]
+            flat, positions = torch.zeros_like(own).scatter_(0, index, torch.arange(len(index))), positions[index]
+            host = sorted(n for n in lengths.flatten().tolist() if n)
+        flat = flat.view(-1, width)
+        return cls(index, flat, positions, flat.gather(1, (ends - lengths).clamp(max=width - 1)), F.pad(ends, (0, 1), value=width), host)
 
     def flatten(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]"""
@@ -53,8 +52,8 @@ class Packing:
     def unflatten(self, x: Tensor) -> Tensor:
         """[N, ...] -> [B, T, ...], 0 in the padding that was left out"""
         if self.index is not None:
-            x = x.new_zeros(self.rows * self.width, *x.shape[1:]).index_copy(0, self.index, x)
-        return x.unflatten(0, (self.rows, self.width))
+            x = x.new_zeros(self.flat.numel(), *x.shape[1:]).index_copy(0, self.index, x)
+        return x.unflatten(0, self.flat.shape)
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, dropout: float = 0.0) -> Tensor:
@@ -65,18 +64,16 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, dropout:
     if packing.lengths is not None:
         return _per_length(q, k, v, packing.lengths, dropout)
     if not dropout and not triton_support.needs_plain_ops() and _supports_packed(q[None]):
-        offsets = packing.ends + torch.arange(packing.rows, device=q.device)[:, None] * packing.width
-        cu_seqlens = F.pad(offsets.flatten(), (1, 0)).int()
-        attention, parameters = _varlen_attn()
-        kwargs = {} if "window_size" in parameters else {"is_causal": False}
-        out: Tensor = attention(q, k, v, cu_seqlens, cu_seqlens, packing.width, packing.width, **kwargs)
-        return out
+        width = packing.flat.shape[1]
+        cu_seqlens = F.pad((packing.ends + packing.flat[:, :1]).flatten(), (1, 0)).int()
+        attention = _varlen_attn()[0]
+        return attention(q, k, v, cu_seqlens, cu_seqlens, width, width)  # type: ignore[no-any-return]
     return reference(q, k, v, packing, dropout)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, packing: Packing, dropout: float = 0.0) -> Tensor:
     """Compute ``packed_attention`` with a mask [B, 1, T, T]."""
-    column = torch.arange(packing.width, device=q.device)
+    column = torch.arange(packing.flat.shape[1], device=q.device)
     number = (column >= packing.ends[:, :-1, None]).sum(1)  # of the sequence of each token   [B, T]
     mask = number[:, None, :, None] == number[:, None, None, :]
     q, k, v = (packing.unflatten(x).transpose(1, 2) for x in (q, k, v))

@@ -34,7 +34,7 @@ def load_weights(path: str | Path, cfg: BertConfig | None = None) -> Bert:
     """Load a model in evaluation mode. The format is detected:
 
     - a folder of Hugging Face (config.json and safetensors), or of a run;
-    - safetensors or a torch state dict with those names, from hpcai with settings;
+    - safetensors or a torch state dict with those names, from hpcai with settings, or beside a config.json;
     - variables of a TensorFlow checkpoint in a NumPy file (.npz).
 
     ``cfg`` gives the settings that files lack, such as heads. With a larger vocabulary than that of the file, such as a multiple of
@@ -47,6 +47,8 @@ def load_weights(path: str | Path, cfg: BertConfig | None = None) -> Bert:
         state = {name: read_full(tensor) for name, tensor in open_tensors(_weights_file(path)).items()}
     else:
         state, saved = weights.load_state(path, "bert", BertConfig)
+        if saved is None and (path.parent / CONFIG).is_file():
+            saved = read_config(path.parent)
     state = dict(_our_names(state))
     with weights.check_names(path, state, "of Hugging Face (bert.embeddings.word_embeddings.weight)"):
         sizes = _infer_sizes(state)

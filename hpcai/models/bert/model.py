@@ -120,7 +120,7 @@ class Encoder(nn.Module):
 
     def pool(self, x: Tensor, packing: Packing) -> Tensor:
         """Return the pooled first token of each sequence; a row without one has values that do not count.   [N, C] -> [B, P, C]"""
-        return torch.tanh(cast(Any, self.pooler)["dense"](x[packing.starts.clamp(max=len(x) - 1)]))
+        return torch.tanh(cast(Any, self.pooler)["dense"](x[packing.starts]))
 
 
 class MLMHead(LMHead):
@@ -169,7 +169,7 @@ class Bert(PretrainedMixin):
             nsp = self.cls["seq_relationship"](self.bert.pool(x, packing))
         if masked is None:
             return packing.unflatten(head(x)), nsp
-        at = packing.row_starts + masked
+        at = packing.flat.gather(1, masked)
         if targets is None:
             return head(x[at]), nsp
         if packing.lengths is not None:
