@@ -21,7 +21,8 @@ import argparse
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -63,7 +64,7 @@ def pack(lengths: Sequence[int] | Array, capacity: int, most: int) -> list[list[
             space = next((left for left in range(length, capacity) if rows[left]), None)
             if space is None:
                 space, added = capacity, min(most, capacity // length, count)
-                content, number = (), count // added
+                content, number = tuple[int, ...](), count // added
             else:
                 (content, number), added = rows[space].pop(), 1
             used, left = min(number, count // added), space - added * length
@@ -87,8 +88,8 @@ def _measure(file: h5py.File) -> dict[str, Any]:
 
 
 def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
-    rows, (tokens, sequences) = sum(r["rows"] for r in records), (sum(r["sums"][n] for r in records) for n in ("tokens", "sequences"))
-    width = records[0]["sums"]["width"]
+    rows, width = sum(record["rows"] for record in records), records[0]["sums"]["width"]
+    tokens, sequences = (sum(record["sums"][name] for record in records) for name in ("tokens", "sequences"))
     return {"tokens": tokens, "sequences": sequences, "sequences_per_row": sequences / rows, "efficiency": tokens / (rows * width)}
 
 
@@ -154,7 +155,8 @@ def write_sequences(recipe: Recipe, validation: bool, file: int, path: Path) -> 
     sequences = []
     for number in range(file * recipe.each, (file + 1) * recipe.each):
         _, letters, nats, held = _family(recipe, number)
-        sequences += [_frame(row[row != GAP], own[row != GAP]) for row, own in zip(letters[held == validation], nats[held == validation])]
+        chosen = held == validation
+        sequences += [_frame(row[row != GAP], own[row != GAP]) for row, own in zip(letters[chosen], nats[chosen])]
     write_packed(path, sequences, recipe, {"kind": "simulated", "seed": recipe.seed, "recipe": recipe.json_text})
 
 
@@ -222,7 +224,8 @@ def tokenize(text: str, smiles: bool) -> list[str]:
     tokens = SMILES.findall(text) if smiles else list(text.upper().rstrip("*"))
     unknown = sorted(set(text) - set("".join(tokens))) or ["order"] if smiles else sorted(set(tokens) - set(RESIDUES))
     if (smiles and "".join(tokens) != text) or (not smiles and unknown):
-        raise DataError(f"unknown letters {' '.join(unknown[:5])}; expected {'SMILES' if smiles else 'residues ' + ''.join(RESIDUES[5:])}")
+        expected = "a SMILES" if smiles else f"residues {''.join(RESIDUES[len(SPECIAL):])}"
+        raise DataError(f"unknown letters {' '.join(unknown[:5])}; expected {expected}")
     if not tokens:
         raise DataError("an empty sequence")
     return tokens
@@ -235,8 +238,8 @@ def is_smiles(path: Path) -> bool:
 def read_sequences(path: Path, source: Source) -> Iterator[tuple[str, bool, list[str] | DataError]]:
     """Yield the location of each sequence, whether it is of validation, and its tokens or the reason why it cannot be used."""
     if is_smiles(path):
-        lines: Iterable[tuple[int, Any]] = enumerate((line for _, line in documents.read_lines(path)), 1)
-        texts = ((number, line.decode("latin-1").split()[0]) for number, line in lines if line.strip())
+        lines = enumerate((line for _, line in documents.read_lines(path)), 1)
+        texts: Iterator[tuple[int, Any]] = ((number, line.decode("latin-1").split()[0]) for number, line in lines if line.strip())
     else:
         texts = documents.read_documents(documents.Piece(path, path.name), ())
     for number, text in texts:
@@ -319,26 +322,29 @@ def mlperf_fields(source: MlperfSource) -> store.Fields:
 
 def convert_mlperf(source: MlperfSource, origin: Path, path: Path) -> store.Refused:
     kinds, skipped, done = mlperf_fields(source), store.Skipped(source.skip_bad), 0
-    with parse_errors(origin, "copy or fetch it again"), h5py.File(origin, "r") as stored:
-        with store.create_file(path, len(stored["input_ids"]), kinds, {"kind": "converted", "origin": "MLPerf"}) as file:
-            for row in range(len(stored["input_ids"])):
-                with skipped.catch(f"{origin}: row {row}"):
-                    values = {name: np.atleast_1d(stored[name][row]) for name in stored}
-                    tokens, ids = np.trim_zeros(values["input_ids"], "b"), values["masked_lm_ids"]
-                    lengths = values.get("packed_input_len", np.array([len(tokens)]))
-                    lengths, counted = lengths[lengths > 0], ids > 0
-                    fits = 0 < lengths.sum() == len(tokens) <= source.row and len(lengths) <= source.most
-                    if not fits or counted.sum() > kinds["masked"].shape[0]:
-                        sizes = f"{len(lengths)} sequences of {lengths.sum()} tokens, {len(tokens)} tokens, {counted.sum()} masked"
-                        raise DataError(f"{origin}: row {row}: {sizes}; expected rows of --row {source.row} and --most {source.most}")
-                    for name, array, fill in (
-                        ("tokens", tokens, 0), ("lengths", lengths, 0), ("types", values["segment_ids"][: len(tokens)], 0),
-                        ("next_sentence", values["next_sentence_labels"][: len(lengths)], -1), ("targets", ids[counted], -1),
-                        ("masked", values["masked_lm_positions"][: len(ids)][counted], 0),
-                    ):  # fmt: skip
-                        file[name][done] = np.pad(array, (0, kinds[name].shape[0] - len(array)), constant_values=fill)
-                    done += 1
-            store.truncate_rows(file, done)
+    about = {"kind": "converted", "origin": "MLPerf"}
+    with ExitStack() as stack:
+        stack.enter_context(parse_errors(origin, "copy or fetch it again"))
+        stored = stack.enter_context(h5py.File(origin, "r"))
+        file = stack.enter_context(store.create_file(path, len(stored["input_ids"]), kinds, about))
+        for row in range(len(stored["input_ids"])):
+            with skipped.catch(f"{origin}: row {row}"):
+                values = {name: np.atleast_1d(stored[name][row]) for name in stored}
+                tokens, ids = np.trim_zeros(values["input_ids"], "b"), values["masked_lm_ids"]
+                lengths = values.get("packed_input_len", np.array([len(tokens)]))
+                lengths, counted = lengths[lengths > 0], ids > 0
+                fits = 0 < lengths.sum() == len(tokens) <= source.row and len(lengths) <= source.most
+                if not fits or counted.sum() > kinds["masked"].shape[0]:
+                    sizes = f"{len(lengths)} sequences of {lengths.sum()} tokens, {len(tokens)} tokens, {counted.sum()} masked"
+                    raise DataError(f"{origin}: row {row}: {sizes}; expected those of --row {source.row} --most {source.most}")
+                for name, array, fill in (
+                    ("tokens", tokens, 0), ("lengths", lengths, 0), ("types", values["segment_ids"][: len(tokens)], 0),
+                    ("next_sentence", values["next_sentence_labels"][: len(lengths)], -1), ("targets", ids[counted], -1),
+                    ("masked", values["masked_lm_positions"][: len(ids)][counted], 0),
+                ):  # fmt: skip
+                    file[name][done] = np.pad(array, (0, kinds[name].shape[0] - len(array)), constant_values=fill)
+                done += 1
+        store.truncate_rows(file, done)
     return skipped
 
 
@@ -355,7 +361,7 @@ def mlperf(options: argparse.Namespace) -> command.Plan:
               "sources": {split: command.fingerprint([path.name for path in files]) for split, files in paths.items()}}  # fmt: skip
     header = {"vocabulary": source.vocabulary, "baseline": "", "row": source.row, "most": source.most}
     message = f"source files: {command.describe_sources(paths)}"
-    return command.Plan(recipe, jobs, header, message, config="mlperf")
+    return command.Plan(recipe, jobs, header, message, config="batch384")
 
 
 def check_rows(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
@@ -364,7 +370,7 @@ def check_rows(prepared: command.PreparedDataset, options: argparse.Namespace) -
         with h5py.File(path, "r") as file:
             tokens, total = file["tokens"][row], int(file["lengths"][row].sum())
         if not 0 < total <= len(tokens) or tokens[total:].any() or not tokens[:total].all():
-            yield f"{path}: row {row}: lengths of {total} tokens, but {np.count_nonzero(tokens)} are no padding; make the file again"
+            yield f"{path}: row {row}: lengths of {total} tokens, {np.count_nonzero(tokens)} are no padding; make the file again"
 
 
 BUILDER = command.DatasetBuilder(

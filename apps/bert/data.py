@@ -8,7 +8,7 @@ import numpy as np
 
 from apps.bert.settings import Config
 from hpcai.data import Loader, Rows
-from hpcai.data.sampler import Balanced, Grouped
+from hpcai.data.sampler import Balanced, Endless, Grouped
 from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError, DataError
@@ -40,18 +40,18 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, dict
     with open_loaders(
         mesh,
         lambda: build_loader(PackedRows(train, cfg), data.batch, cfg, mesh, **kwargs),
-        lambda: build_loader(PackedRows(validation, cfg, held_out=True), data.evaluation_batch, cfg, mesh, name="validation", **HELD_OUT),
+        lambda: build_loader(PackedRows(validation, cfg, True), data.evaluation_batch, cfg, mesh, name="validation", **HELD_OUT),
         None if families is None else lambda: build_loader(families, replicas, cfg, mesh, name="families", **HELD_OUT),
     ) as loaders:
         yield *loaders, {} if families is None else {"contacts": families.contacts()}
 
 
 class PackedRows(Samples):
-    """Rows of one split as ``Batch`` without its first dim. Masks are drawn by seed, epoch and index; held-out ones do not change."""
+    """Rows of one split as ``Batch`` without its first dim. Masks are drawn by seed, epoch and index; those held out are fixed."""
 
     replicated = True
 
-    def __init__(self, rows: Rows, cfg: Config, *, held_out: bool = False) -> None:
+    def __init__(self, rows: Rows, cfg: Config, held_out: bool = False) -> None:
         super().__init__(rows)
         self.cfg, self.held_out = cfg, held_out
         self.vocabulary = _tokens(rows) or cfg.model.vocabulary
@@ -85,9 +85,13 @@ class Families(Samples):
 def _sampler(cfg: Config, rows: Rows) -> Balanced | Grouped:
     lengths, seed, model = rows.column("lengths").astype(float), cfg.train.seed, cfg.model
     if cfg.data.balance == "sequences":
-        return Grouped((lengths > 0).sum(1), cfg.data.batch, seed=seed)
+        return Grouped((lengths > 0).sum(1), cfg.data.batch, cfg.data.epoch, seed)
     channels = 2 * model.width + model.inner  # products of a token with weights cost 2 C (2 C + C'), pairs of tokens 2 C each
-    return Balanced((channels * lengths + lengths**2).sum(1), seed)
+    sampler = Balanced((channels * lengths + lengths**2).sum(1), seed)
+    if cfg.data.epoch:
+        endless = Endless(len(rows), cfg.data.epoch, seed)
+        sampler.order, sampler.samples = endless.order, endless.samples  # type: ignore[method-assign]
+    return sampler
 
 
 def build_loader(source: Samples, batch: int, cfg: Config, mesh: Mesh, **kwargs: Any) -> Loader:
@@ -97,12 +101,13 @@ def build_loader(source: Samples, batch: int, cfg: Config, mesh: Mesh, **kwargs:
 def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data, model = cfg.data, cfg.model
     remedy = f"make data with: {command_of('data_prep.bert')} simulate {data.directory}, or set data.directory and data.masks"
-    rows = open_split(data.directory / split, FIELDS["families" if split == "families" else data.masks], remedy, data, mesh)
+    fields = FIELDS["families" if split == "families" else data.masks]
+    rows = open_split(data.directory / split, fields, remedy, data, mesh)
     longest = int(rows.column("lengths").max())
     if longest > model.positions:
-        raise ConfigError(f"{rows.folder}: sequences of {longest} tokens, model.positions is {model.positions}; set it to {longest}")
+        raise ConfigError(f"{rows.folder}: {longest} tokens of a sequence; set model.positions, {model.positions}, to {longest}")
     if (tokens := _tokens(rows)) > model.vocabulary:
-        raise ConfigError(f"{rows.folder}: {tokens} tokens, model.vocabulary is {model.vocabulary}; set it to {-(-tokens // 8) * 8}")
+        raise ConfigError(f"{rows.folder}: {tokens} tokens; set model.vocabulary, {model.vocabulary}, to {-(-tokens // 8) * 8}")
     return rows
 
 

@@ -17,6 +17,8 @@ class DataConfig(LoaderConfig):
     """folder with train/ and validation/, and families/ of simulated proteins"""
     batch: PositiveInt = 384
     """rows per optimizer step, over all ranks"""
+    epoch: PositiveInt | None = None
+    """rows between evaluations; null: all"""
     evaluation_batch: PositiveInt = 384
     """rows per evaluation batch, over all ranks"""
     masks: Literal["drawn", "stored"] = "drawn"

@@ -30,20 +30,22 @@ class Packing:
     lengths: list[int] | None                   # of the sequences, if they are read on the host
 
     @classmethod
-    def of(cls, lengths: Tensor, width: int) -> "Packing":
-        """Return the packing of rows of ``width`` tokens, which begin with sequences of ``lengths`` [B, P], 0 for none."""
+    def of(cls, lengths: Tensor, width: int, padded: bool = False) -> "Packing":
+        """Return the packing of rows of ``width`` tokens, which begin with sequences of ``lengths`` [B, P], 0 for none. ``padded``:
+        Keep the padding on a CPU too."""
         lengths, column = lengths.long(), torch.arange(width, device=lengths.device)
         ends = lengths.cumsum(1)
         begun = column >= (ends - lengths)[:, :, None]  # [B, P, T]
         positions = (column - ((ends - lengths)[:, :, None] * begun).amax(1)).flatten()
         flat, index, host = torch.arange(len(lengths) * width, device=lengths.device), None, None
-        if triton_support.on_cpu(lengths) and not lengths.is_meta and not triton_support.needs_plain_ops():
+        if not padded and triton_support.on_cpu(lengths) and not lengths.is_meta and not triton_support.needs_plain_ops():
             own = (lengths[:, :, None] * (begun & (column < ends[:, :, None]))).sum(1).flatten()  # length of a token's sequence
             index = own.argsort(stable=True)[int((own == 0).sum()) :]
             flat, positions = torch.zeros_like(own).scatter_(0, index, torch.arange(len(index))), positions[index]
             host = sorted(n for n in lengths.flatten().tolist() if n)
         flat = flat.view(-1, width)
-        return cls(index, flat, positions, flat.gather(1, (ends - lengths).clamp(max=width - 1)), F.pad(ends, (0, 1), value=width), host)
+        starts = flat.gather(1, (ends - lengths).clamp(max=width - 1))
+        return cls(index, flat, positions, starts, F.pad(ends, (0, 1), value=width), host)
 
     def flatten(self, x: Tensor) -> Tensor:
         """[B, T, ...] -> [N, ...]"""
@@ -67,7 +69,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, dropout:
         width = packing.flat.shape[1]
         cu_seqlens = F.pad((packing.ends + packing.flat[:, :1]).flatten(), (1, 0)).int()
         attention = _varlen_attn()[0]
-        return attention(q, k, v, cu_seqlens, cu_seqlens, width, width)  # type: ignore[no-any-return]
+        return attention(q, k, v, cu_seqlens, cu_seqlens, width, width)
     return reference(q, k, v, packing, dropout)
 
 
@@ -85,6 +87,6 @@ def _per_length(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], dropout: fl
     parts = zip(runs, *(x.split([length * count for length, count in runs]) for x in (q, k, v)))
     outs = []
     for (length, count), *qkv in parts:
-        split = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
-        outs.append(F.scaled_dot_product_attention(*split, dropout_p=dropout).transpose(1, 2).flatten(0, 1))
+        q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
+        outs.append(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).transpose(1, 2).flatten(0, 1))
     return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -26,7 +26,8 @@ def read(case: str, kind: str) -> tuple[Bert, Batch, dict[str, Any], dict[str, n
     """Return the model in float64, the batch ``plain`` or ``packed``, its expected values and its arrays."""
     prefix = "packed_" if kind == "packed" else ""
     arrays = {k.removeprefix(prefix): v for k, v in load_arrays(f"bert/{case}").items() if k.startswith("packed_") == bool(prefix)}
-    wide = {name: torch.from_numpy(arrays[name].astype(np.int64)) for name in ("input_ids", "labels", "next_sentence_label", "token_type_ids")}
+    names = ("input_ids", "labels", "next_sentence_label", "token_type_ids")
+    wide = {name: torch.from_numpy(arrays[name].astype(np.int64)) for name in names}
     rows = len(wide["input_ids"])
     if prefix:
         lengths, nsp = torch.zeros(rows, 3, dtype=torch.int64), torch.full((rows, 3), IGNORE_INDEX)
@@ -34,7 +35,8 @@ def read(case: str, kind: str) -> tuple[Bert, Batch, dict[str, Any], dict[str, n
             slot = int((lengths[row] > 0).sum())
             lengths[row, slot], nsp[row, slot] = length, label
     else:
-        lengths, nsp = torch.from_numpy(arrays["attention_mask"].astype(np.int64)).sum(1, keepdim=True), wide["next_sentence_label"][:, None]
+        lengths = torch.from_numpy(arrays["attention_mask"].astype(np.int64)).sum(1, keepdim=True)
+        nsp = wide["next_sentence_label"][:, None]
     labels = wide["labels"]
     masked = torch.argsort((labels == -100).int(), dim=1, stable=True)[:, : int((labels != -100).sum(1).max())]
     targets = labels.gather(1, masked)
@@ -49,7 +51,8 @@ def test_logits_losses_and_gradients(case: str, kind: str) -> None:
     logits, nsp = model(batch.tokens, batch.lengths, batch.types)
     inside = torch.arange(batch.tokens.shape[1]) < batch.lengths.sum(1, keepdim=True)
     real = arrays["attention_mask"].flatten() > 0 if kind == "plain" else slice(None)
-    for actual, name, rows in ((logits[inside][:, ::9], "prediction", real), (nsp[batch.lengths > 0], "seq_relationship", slice(None))):
+    pairs = (logits[inside][:, ::9], "prediction", real), (nsp[batch.lengths > 0], "seq_relationship", slice(None))
+    for actual, name, rows in pairs:
         np.testing.assert_allclose(actual.detach().numpy(), arrays[f"{name}_logits_f64"][rows], rtol=0, atol=1e-10)
     values = loss(model, batch)
     values["loss"].backward()
@@ -60,7 +63,7 @@ def test_logits_losses_and_gradients(case: str, kind: str) -> None:
     norms = {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
     assert norms == pytest.approx(expected["grad_l2"], abs=1e-9)
     scores = score(model, batch)
-    assert float(scores["mlm_loss"][0] / scores["mlm_loss"][1]) == pytest.approx(expected["mlm_loss"], abs=1e-12)
+    assert float((scores["mlm_loss"][0] / scores["mlm_loss"][1]).detach()) == pytest.approx(expected["mlm_loss"], abs=1e-12)
     assert scores["perplexity"][1](scores["perplexity"][0])["perplexity"] == pytest.approx(np.exp(expected["mlm_loss"]))
     if kind == "plain":
         assert scores["mlm_accuracy"] == (expected["mlm_correct"], expected["masked"])
@@ -75,7 +78,8 @@ def test_attention_with_a_mask_and_recomputation_give_the_same_gradients(recompu
     if recompute == "layers":  # as on a GPU: with padding
         monkeypatch.setattr("hpcai.kernels.packed_attention.triton_support.on_cpu", lambda x: False)
     loss(model.train(), batch)["loss"].backward()
-    assert {n: p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None} == pytest.approx(expected["grad_l2"], abs=1e-9)
+    norms = {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+    assert norms == pytest.approx(expected["grad_l2"], abs=1e-9)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,10 +99,7 @@ def test_lamb_makes_the_steps_of_mlperf(case: str) -> None:
 def test_learning_rates(kind: str) -> None:
     for case in load_json("bert/rules")["lr_schedule"]:
         base, warmup, start = case["base_lr"], case["warmup_steps"], case["start_warmup_step"]
-        if kind == "tf" and not start and warmup:
-            first = 0
-        else:
-            first = 1 if kind == "nvidia" and start else 0
+        first: Any = int(kind == "nvidia" and start != 0)
         cfg = ScheduleConfig(
             unit="steps", warmup=warmup + start, start=-start * base / max(warmup, 1), decay="linear", length=case["total_steps"],
             from_zero=True, first_step=first,
@@ -112,8 +113,9 @@ def test_names_and_sizes_of_bert_large() -> None:
     with torch.device("meta"):
         model = Bert()
         padded = Bert(BertConfig(vocabulary=30528))
-    assert {name: list(p.shape) for name, p in model.named_parameters()} == {name: shape for name, shape in expected["tensors"]}
-    assert [sum(p.numel() for p in m.parameters()) for m in (model, padded)] == [expected["total"], expected["total_with_vocab_30528"]]
+    assert {name: list(p.shape) for name, p in model.named_parameters()} == dict(expected["tensors"])
+    totals = [sum(p.numel() for p in each.parameters()) for each in (model, padded)]
+    assert totals == [expected["total"], expected["total_with_vocab_30528"]]
 
 
 def test_files_of_tensorflow_and_a_padded_vocabulary() -> None:
@@ -146,14 +148,16 @@ def test_accuracy_is_of_all_masked_tokens() -> None:
         size = len(each["labels"])
         logits = torch.nn.functional.one_hot(torch.tensor([each["predictions"]]), 10).double()
         targets = torch.tensor([each["labels"]])
-        correct, count = score(lambda *_, logits=logits: (logits, None), Batch(targets, torch.tensor([[size]]), targets, targets))["mlm_accuracy"]
+        batch = Batch(targets, torch.tensor([[size]]), targets, targets)
+        correct, count = score(lambda *_, logits=logits: (logits, None), batch)["mlm_accuracy"]
         sums = [sums[0] + int(correct), sums[1] + int(count)]
     assert sums[0] / sums[1] == pytest.approx(case["accuracy"])
 
 
 def hub_model(kind: str, **kwargs: Any) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: parity with it is not tested")
-    config = transformers.BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, **kwargs)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=40, **sizes, **kwargs)
     return getattr(transformers, kind)(config).eval()
 
 

@@ -17,8 +17,9 @@ from tests.ranks.launch import on_ranks
 from tests.ranks.shards import Shards, check_equal, gather_full, local_shards
 
 CFG = BertConfig(
-    vocabulary=26, width=16, layers=2, heads=4, inner=24, positions=12, activation="gelu_pytorch_tanh", dropout=0.0, attention_dropout=0.0
-)
+    vocabulary=26, width=16, layers=2, heads=4, inner=24, positions=12, activation="gelu_pytorch_tanh", dropout=0.0,
+    attention_dropout=0.0,
+)  # fmt: skip
 ROWS, WIDTH = 8, 20
 
 

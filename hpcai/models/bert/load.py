@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.json_file import check_fields, read_object
@@ -89,7 +89,8 @@ def save_folder(state: Mapping[str, Tensor], cfg: BertConfig, folder: str | Path
     """Write weights and settings as a folder of Hugging Face, in safetensors files of at most ``shard`` bytes."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_sharded({name: tensor.contiguous() for name, tensor in state.items() if name not in _TIED}, folder, FILE, shard, {"format": "pt"})
+    kept = {name: tensor.contiguous() for name, tensor in state.items() if name not in _TIED}
+    save_sharded(kept, folder, FILE, shard, {"format": "pt"})
     _write_config(cfg, folder / CONFIG)
 
 
@@ -129,8 +130,8 @@ def _our_names(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             tensor = tensor.T
         full = ".".join(parts)
         for pattern, ours in (
-            (r"\.(kernel|gamma)$", ".weight"), (r"\.beta$", ".bias"), (r"(_embeddings|relationship\.output_weights)$", r"\1.weight"),
-            (r"predictions\.output_bias$", "predictions.bias"), (r"\.output_weights\.weight$", ".weight"), (r"\.output_bias$", ".bias"),
+            (r"\.(kernel|gamma|output_weights)$", ".weight"), (r"_embeddings$", "_embeddings.weight"),
+            (r"\.(beta|output_bias)$", ".bias"),
         ):  # fmt: skip
             full = re.sub(pattern, ours, full)
         yield f"bert.{full}" if encoder_only else full, tensor
@@ -142,4 +143,5 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     inner = {} if not layers else {"inner": len(state[f"{prefix}0.intermediate.dense.weight"])}
     positions, types = (len(state[f"bert.embeddings.{name}_embeddings.weight"]) for name in ("position", "token_type"))
     nsp = "cls.seq_relationship.weight" in state
-    return {"vocabulary": vocabulary, "width": width, "layers": len(layers), **inner, "positions": positions, "types": types, "nsp": nsp}
+    sizes = {"vocabulary": vocabulary, "width": width, "layers": len(layers), "positions": positions, "types": types, "nsp": nsp}
+    return sizes | inner

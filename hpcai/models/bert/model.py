@@ -52,7 +52,8 @@ class SelfAttention(nn.Module):
         return [y.unflatten(-1, (-1, self.head_dim)) for y in fused_linear(x, self.query, self.key, self.value)]
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
-        return packed_attention(*self.heads(x), packing, self.dropout if self.training else 0.0).flatten(1)
+        q, k, v = self.heads(x)
+        return packed_attention(q, k, v, packing, self.dropout if self.training else 0.0).flatten(1)
 
 
 class Residual(nn.Module):
@@ -99,7 +100,7 @@ class Encoder(nn.Module):
 
     def __init__(self, cfg: BertConfig, pooler: bool) -> None:
         super().__init__()
-        self.recompute, self.positions = cfg.recompute, cfg.positions
+        self.recompute, self.positions, self.padded = cfg.recompute, cfg.positions, False
         self.embeddings = Embeddings(cfg)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Layer(cfg) for _ in range(cfg.layers))})
         self.pooler = nn.ModuleDict({"dense": nn.Linear(cfg.width, cfg.width)}) if pooler else None
@@ -111,7 +112,7 @@ class Encoder(nn.Module):
         if tokens.shape[1] > self.positions and (lengths.is_meta or int(lengths.max()) > self.positions):
             longest = tokens.shape[1] if lengths.is_meta else int(lengths.max())
             raise DataError(f"a sequence has {longest} tokens, the model {self.positions} positions; shorten it")
-        packing = Packing.of(lengths, tokens.shape[1])
+        packing = Packing.of(lengths, tokens.shape[1], self.padded)
         tokens, types = (packing.flatten(x) for x in (tokens, torch.zeros_like(tokens) if types is None else types))
         x = self.embeddings(tokens, packing.positions.clamp(max=self.positions - 1), types)
         for layer in cast(Any, self.encoder)["layer"]:
