@@ -271,8 +271,8 @@ def convert_file(source: Source, vocabulary: Sequence[str], nats: Array, held: b
 def convert(options: argparse.Namespace) -> command.Plan:
     source, root = Source.from_options(options), options.source
     suffixes = {f"{kind}{packed}" for kind in (".fasta", ".fa", ".faa", ".a3m", ".smi") for packed in ("", *documents.PACKED)}
-    found = command.data_files(root) if root.is_dir() else [root]
-    paths = [path for path in found if any(path.name.endswith(suffix) for suffix in suffixes)]
+    files = command.data_files(root) if root.is_dir() else [root]
+    paths = [path for path in files if any(path.name.endswith(suffix) for suffix in suffixes)]
     kinds = {is_smiles(path) for path in paths}
     if len(kinds) != 1:
         what = "both residues and SMILES; convert each into a folder of its own" if kinds else "no .fasta, .fa, .faa, .a3m or .smi"
@@ -294,7 +294,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
             for split in splits for number, path in enumerate(paths)]  # fmt: skip
     recipe = {"kind": "convert", "row": source.row, "most": source.most, "validation": source.validation,
               "sources": command.fingerprint([path.name for path in paths])}  # fmt: skip
-    unread = [(str(path), f"files {path.suffix} are not read") for path in found if path not in paths]
+    unread = [(str(path), f"files {path.suffix} are not read") for path in files if path not in paths]
     message = f"{len(paths)} files, {sum(counts[False].values()):,} tokens of training, a vocabulary of {len(vocabulary)}"
     header = _header(source, vocabulary, "composition")
     return command.Plan(recipe, jobs, header, message, refused=unread)

@@ -45,7 +45,8 @@ class Benchmark(Workload):
         return tokens, np.pad(lengths, (0, _MOST - count)).astype(np.int16), np.ones(width, np.float32)
 
     def collate(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
-        source = PackedRows(cast(Any, _NoRows()), cfg)
+        drawn = cfg.model_copy(update={"data": cfg.data.model_copy(update={"masks": "drawn"})})
+        source = PackedRows(cast(Any, _NoRows()), drawn)
         rows = [source.transform(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
         return tree_zip(rows, lambda values: torch.from_numpy(np.stack(values)))
 

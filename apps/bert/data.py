@@ -61,8 +61,8 @@ class PackedRows(Samples):
         tokens, lengths = wide["tokens"], wide["lengths"]
         total = int(lengths.sum())
         if tokens.max() >= cfg.model.vocabulary or not 0 < total <= len(tokens):
-            found = f"token {tokens.max()} of {cfg.model.vocabulary}, {total} tokens in a row of {len(tokens)}"
-            raise DataError(f"{self.describe(index)}: {found}; make the data again with data_prep.bert, or set model.vocabulary")
+            actual = f"token {tokens.max()} of {cfg.model.vocabulary}, {total} tokens in a row of {len(tokens)}"
+            raise DataError(f"{self.describe(index)}: {actual}; make the data again with data_prep.bert, or set model.vocabulary")
         if cfg.data.masks == "stored":
             return Batch(tokens, lengths, wide["masked"], wide["targets"], wide["types"], wide["next_sentence"])
         random = np.random.default_rng([cfg.train.seed, int(self.held_out), 0 if self.held_out else epoch, index])

@@ -138,8 +138,8 @@ class _ChunkedCrossEntropy(UntransformedFunction):
         hidden, weight, bias, targets, logsumexp = ctx.saved_tensors
         head, needs_rows, needs_weight = ctx.head, ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
         scale = grad.where(head._is_counted(targets), 0).reshape(-1)
-        made = ctx.gradients or _Gradients(None, False)
-        drows, dweight, dbias = made.rows, made.weight, made.bias
+        gradients = ctx.gradients or _Gradients(None, False)
+        drows, dweight, dbias = gradients.rows, gradients.weight, gradients.bias
         ctx.gradients = None  # scaled in place: another backward pass computes them again
         if drows is not None:
             drows.mul_(scale[:, None])

@@ -77,8 +77,8 @@ def test_fasta_is_tokenized_and_the_unusable_is_counted(tmp_path: Path, capsys: 
     source = tmp_path / "a.fa.gz"
     source.write_bytes(gzip.compress(b">a\nMKVL\nAA*\n>b\nACJDE\n>c\n" + b"M" * 40 + b"\n>d\nACDEX\n"))
     assert run("convert", str(source), str(tmp_path / "out"), "--row", "30", "--validation", "0") == 0
-    said = capsys.readouterr().out
-    assert "refused: 2 of 3 items" in said and "unknown letters J" in said and "longer than a row of 30 tokens" in said
+    output = capsys.readouterr().out
+    assert "refused: 2 of 3 items" in output and "unknown letters J" in output and "longer than a row of 30 tokens" in output
     tokens, lengths = rows(tmp_path / "out/train", "tokens"), rows(tmp_path / "out/train", "lengths")
     text = "".join(bert.RESIDUES[token] for token in tokens[0][: lengths.sum()] if token >= len(SPECIAL))
     assert sorted(lengths[0].tolist()) == [0, 7, 8] and text in ("MKVLAAACDEX", "ACDEXMKVLAA")
@@ -96,7 +96,10 @@ def test_smiles_have_the_vocabulary_of_the_training_set(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize(
     ("files", "text"),
-    [({"a.fa": ""}, "no sequence can be used"), ({"a.txt": "x"}, "no .fasta"), ({"a.fa": ">a\nA\n", "b.smi": "C\n"}, "both residues and")],
+    [
+        ({"a.fa": ""}, "no sequence can be used"), ({"a.txt": "x"}, "no .fasta"),
+        ({"a.fa": ">a\nA\n", "b.smi": "C\n"}, "both residues and"),
+    ],
 )
 def test_sources_without_sequences_are_refused(files: dict[str, str], text: str, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "in").mkdir()
@@ -128,8 +131,11 @@ def test_mlperf_rows(tmp_path: Path, capsys: Any) -> None:
     assert run("mlperf", str(tmp_path / "in"), str(tmp_path / "out"), "--row", "8") == 2
     assert "row 1: 1 sequences of 5 tokens, 4 tokens, 1 masked" in capsys.readouterr().err
     assert run("mlperf", str(tmp_path / "in"), str(tmp_path / "out"), "--row", "8", "--skip-bad") == 0
-    expected = {"tokens": [2, 7, 8, 3, 2, 9, 3, 0], "lengths": [4, 3, 0], "types": [0, 0, 1, 1, 0, 1, 1, 0], "next_sentence": [1, 0, -1],
-                "masked": [1, 5, 0, 0], "targets": [70, 90, -1, -1]}  # fmt: skip
-    assert {name: rows(tmp_path / "out/train", name).tolist() for name in expected} == {name: [value] for name, value in expected.items()}
+    expected = {
+        "tokens": [2, 7, 8, 3, 2, 9, 3, 0], "lengths": [4, 3, 0], "types": [0, 0, 1, 1, 0, 1, 1, 0], "next_sentence": [1, 0, -1],
+        "masked": [1, 5, 0, 0], "targets": [70, 90, -1, -1],
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert rows(tmp_path / "out/train", name).tolist() == [value], name
     held = {name: rows(tmp_path / "out/validation", name)[0].tolist() for name in expected}
     assert (held["lengths"], held["targets"], held["next_sentence"]) == ([4, 0, 0], [70, -1, -1, -1], [1, -1, -1])
