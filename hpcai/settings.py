@@ -141,11 +141,13 @@ class ScheduleConfig(Settings):
     """length of the linear warm-up from `start` to the learning rate"""
     start: Annotated[float, Field(ge=0)] = 0.0
     """learning rate at the first step of the warm-up"""
-    decay: Literal["none", "steps", "linear", "cosine", "sqrt"] = "none"
-    """after the warm-up: constant; factors `decay_to` from epochs `decay_at` on; linear, cosine or 1 - sqrt to `floor` at the last
-    step"""
+    decay: Literal["none", "steps", "linear", "polynomial", "cosine", "sqrt"] = "none"
+    """after the warm-up: constant; factors `decay_to` from epochs `decay_at` on; linear, a `power` of it, cosine or 1 - sqrt to
+    `floor` at the last step"""
+    power: Annotated[float, Field(gt=0)] = 2.0
+    """exponent of a polynomial decay"""
     length: Annotated[float, Field(gt=0)] | None = None
-    """length of the linear, cosine or sqrt decay; null: from the warm-up to the last step. A cosine rises again after it (torch)"""
+    """length of the decay; null: from the warm-up to the last step. A cosine rises again after it (torch)"""
     stable: bool = False
     """warm-up-stable-decay (WSD): the rate is constant after the warm-up, and the decay takes the last `length` of the run, which
     may be made longer until then; otherwise the decay follows the warm-up"""
@@ -154,7 +156,7 @@ class ScheduleConfig(Settings):
     decay_to: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """factors of the learning rate, one per entry of `decay_at`"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """last factor of a linear, cosine or sqrt decay"""
+    """last factor of a linear, polynomial, cosine or sqrt decay"""
     first_step: Literal[0, 1] = 0
     """number of the first step: 0, at `start`, or 1, one step up the warm-up"""
     held: bool = False
@@ -177,7 +179,7 @@ class ScheduleConfig(Settings):
         if (self.decay == "steps") != bool(self.decay_at):
             raise ValueError("decay: steps needs decay_at and decay_to, and they need decay: steps")
         if self.length is not None and self.decay in ("none", "steps"):
-            raise ValueError(f"length is {self.length:g}, but decay is {self.decay}; only linear, cosine and sqrt have a length")
+            raise ValueError(f"length is {self.length:g}, but decay is {self.decay}; the others have a length")
         if self.stable and self.length is None:
             raise ValueError("stable is true, but length is null; give the length of the decay, such as a tenth of the run")
         if self.unit == "steps" and self.held:

@@ -34,7 +34,9 @@ def make_lr_schedule(cfg: ScheduleConfig, lr: float, steps_per_epoch: int, steps
             return peak * (factors[-1] if factors else 1.0)
         done = max((epoch - begin) / span, 0.0)
         done = done if cfg.length and cfg.decay == "cosine" and not cfg.stable else min(done, 1.0)
-        left = {"cosine": 0.5 * (1.0 + math.cos(math.pi * done)), "sqrt": 1.0 - math.sqrt(done)}.get(cfg.decay, 1.0 - done)
+        linear = 1.0 - done
+        curves = {"cosine": 0.5 * (1.0 + math.cos(math.pi * done)), "sqrt": 1.0 - math.sqrt(done)}
+        left = max(linear, 0.0) ** cfg.power if cfg.decay == "polynomial" else curves.get(cfg.decay, linear)
         top = peak if done <= 1.0 else lr  # torch's cosine annealing rises again, to the learning rate itself
         return top * (cfg.floor + (1.0 - cfg.floor) * left)
 

@@ -1,0 +1,55 @@
+"""Benchmark of ResNet:  hpcai bench resnet | hpcai ablate resnet [model.size=224 data.batch=16 ...]
+
+The plain form has torch's separate layers, contiguous. Images are random, and not encoded.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from apps.resnet.settings import Config
+from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
+from hpcai.data.splits import Samples, make_loader, open_split
+from hpcai.dist import Mesh
+from hpcai.models.resnet import Batch, ResNet, loss, parallelize, score
+from hpcai.nn import BatchNorm, Conv2d
+
+
+class Benchmark(Workload):
+    settings, batch, fields, unit = Config, Batch, Batch._fields, "images"
+    loss, metric = staticmethod(loss), staticmethod(score)
+
+    def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:
+        return [
+            Switch("kernels", "batch norm, sum and ReLU fused on a GPU, 1 x 1 convolutions as matrix products on a CPU"),
+            Switch("channels-last", "weights and activations in channels-last memory, the layout of the images"),
+        ]
+
+    def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
+        model = parallelize(ResNet(cfg.model), mesh, cfg.batchnorm_group if "kernels" in enabled else 1)
+        if "kernels" not in enabled:
+            swap_classes(model, {BatchNorm: ReferenceBatchNorm, Conv2d: nn.Conv2d})
+        if "channels-last" not in enabled:
+            swap_classes(model.to(memory_format=torch.contiguous_format), {ResNet: _Contiguous})
+        return model
+
+    def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
+        pixels = random.integers(0, 256, (cfg.model.size, cfg.model.size, 3), np.uint8)
+        return pixels, np.int32(random.integers(cfg.model.outputs))
+
+    def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        fields: Any = {"image": ("uint8", (None, None, 3)), "label": ("int32", ())}
+        rows = open_split(cfg.data.directory / split, fields, "", cfg.data, mesh)
+        return make_loader(_Decoded(rows), cfg.data.batch, cfg.data, mesh, **kwargs)
+
+
+class _Decoded(Samples):
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+        return Batch(**values)
+
+
+class _Contiguous(ResNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.features(x.contiguous())[-1].mean((2, 3)))
