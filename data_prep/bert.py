@@ -122,6 +122,7 @@ class Recipe(command.Recipe):
     seed: int = command.seed()
     length: tuple[int, int] = option((32, 48), "residues, range", metavar=("LEAST", "MOST"), nargs=2, type=command.positive)
     sequences: int = option(1024, "sequences of a family", type=command.positive)
+    settle: int = option(12, "sweeps of evolution after which sequences have only the family in common", type=command.within(0, 1000, int))
     row: int = option(128, "tokens of a row", type=command.positive)
     most: int = option(3, "sequences of a row, at most", type=command.positive)
     each: int = option(2, "families of a file", type=command.positive)
@@ -140,7 +141,7 @@ def _family(recipe: Recipe, number: int) -> tuple[Any, Array, Array, Array]:
     """Return the first chain of a family, its alignment [S, L], the nats of each letter, and whether a row is of validation."""
     rng = recipe.generator(1, number)
     length = int(rng.integers(*recipe.length, endpoint=True))
-    ((chain, alignment),) = proteins.make_family(recipe.seed * 1_000_000 + number, 1, length, recipe.sequences)
+    ((chain, alignment),) = proteins.make_family(recipe.seed * 1_000_000 + number, 1, length, recipe.sequences, recipe.settle)
     held = rng.random(recipe.sequences) < recipe.validation
     letters = alignment.msa.astype(int)
     onehot = np.eye(GAP + 1)[letters][:, :, :20]
