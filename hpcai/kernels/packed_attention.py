@@ -1,21 +1,21 @@
 """Bidirectional attention within the sequences of packed rows, without scores across sequences.
 
-On a CPU padding is left out, and sequences of one length have an attention together. On a GPU in 16 bits and without
-dropout this is torch's attention of sequences of variable length, to which the padding of a row is one more sequence. Elsewhere it
-is torch's attention with a mask.
+On a CPU padding is left out, and sequences of one length have an attention together. On a GPU in 16 bits this is torch's attention
+of sequences of variable length, to which the padding of a row is one more sequence. Elsewhere it is torch's attention with a mask.
 
 B rows, T tokens of each, P sequences of a row at most, N tokens of all rows, H heads, D channels of a head
 """
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hpcai.kernels import triton_support
-from hpcai.kernels.varlen_attention import _supports_packed, _varlen_attn
+from hpcai.kernels.varlen_attention import _supports_packed
 
 
 @dataclass(eq=False)
@@ -65,12 +65,17 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, dropout:
     """
     if packing.lengths is not None:
         return _per_length(q, k, v, packing.lengths, dropout)
-    if not dropout and not triton_support.needs_plain_ops() and _supports_packed(q[None]):
+    if not triton_support.needs_plain_ops() and _supports_packed(q[None]):
         width = packing.flat.shape[1]
         cu_seqlens = F.pad((packing.ends + packing.flat[:, :1]).flatten(), (1, 0)).int()
-        attention = _varlen_attn()[0]
-        return attention(q, k, v, cu_seqlens, cu_seqlens, width, width)
+        return _flash_attention(q, k, v, cu_seqlens, width, dropout)
     return reference(q, k, v, packing, dropout)
+
+
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, dropout: float) -> Tensor:
+    """Compute what torch.nn.attention.varlen does, which has no dropout."""
+    kernel = torch.ops.aten._flash_attention_forward
+    return cast(Tensor, kernel(q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout, False, False)[0])
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, packing: Packing, dropout: float = 0.0) -> Tensor:

@@ -32,7 +32,7 @@ class Embeddings(nn.Module):
         self.word_embeddings = nn.Embedding(cfg.vocabulary, cfg.width)
         self.position_embeddings = nn.Embedding(cfg.positions, cfg.width)
         self.token_type_embeddings = nn.Embedding(cfg.types, cfg.width)
-        self.LayerNorm, self.dropout = LayerNorm(cfg.width, eps=cfg.eps), nn.Dropout(cfg.dropout)
+        self.LayerNorm, self.dropout = LayerNorm(cfg.width, eps=cfg.eps, autocast_output=True), nn.Dropout(cfg.dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor, types: Tensor) -> Tensor:
         x = self.word_embeddings(tokens) + self.position_embeddings(positions) + self.token_type_embeddings(types)
@@ -62,7 +62,7 @@ class Residual(nn.Module):
     def __init__(self, cfg: BertConfig, channels: int) -> None:
         super().__init__()
         self.dense, self.dropout = nn.Linear(channels, cfg.width), nn.Dropout(cfg.dropout)
-        self.LayerNorm = LayerNorm(cfg.width, eps=cfg.eps)
+        self.LayerNorm = LayerNorm(cfg.width, eps=cfg.eps, autocast_output=True)
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         return cheap(self.LayerNorm, x + self.dropout(self.dense(y)))
