@@ -122,7 +122,7 @@ class Recipe(command.Recipe):
     seed: int = command.seed()
     length: tuple[int, int] = option((32, 48), "residues, range", metavar=("LEAST", "MOST"), nargs=2, type=command.positive)
     sequences: int = option(1024, "sequences of a family", type=command.positive)
-    settle: int = option(12, "sweeps of evolution after which sequences have only the family in common", type=command.within(0, 1000, int))
+    settle: int = option(12, "sweeps of evolution of each sequence by itself", type=command.within(0, 1000, int))
     row: int = option(128, "tokens of a row", type=command.positive)
     most: int = option(3, "sequences of a row, at most", type=command.positive)
     each: int = option(2, "families of a file", type=command.positive)

@@ -8,7 +8,7 @@ import numpy as np
 
 from apps.bert.settings import Config
 from hpcai.data import Loader, Rows
-from hpcai.data.sampler import Balanced, Endless, Grouped
+from hpcai.data.sampler import Balanced, Endless
 from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError, DataError
@@ -34,7 +34,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, dict
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
     kwargs: dict[str, Any] = training_kwargs(train, cfg)
     if data.balance != "none":
-        kwargs["sampler"] = _sampler(cfg, train)
+        kwargs["sampler"] = balanced_sampler(cfg, train)
     has_families = data.pictures >= replicas and (data.directory / "families").is_dir()
     families = Families(open_rows(cfg, "families", mesh), data.pictures) if has_families else None
     with open_loaders(
@@ -82,14 +82,14 @@ class Families(Samples):
         return np.stack([self.rows.read(index)["contacts"] for index in range(len(self))])
 
 
-def _sampler(cfg: Config, rows: Rows) -> Balanced | Grouped:
-    lengths, seed, model = rows.column("lengths").astype(float), cfg.train.seed, cfg.model
-    if cfg.data.balance == "sequences":
-        return Grouped((lengths > 0).sum(1), cfg.data.batch, cfg.data.epoch, seed)
+def balanced_sampler(cfg: Config, rows: Rows) -> Balanced:
+    """Return a sampler that assigns the rows of a batch to ranks by ``cfg.data.balance``."""
+    lengths, model = rows.column("lengths").astype(float), cfg.model
     channels = 2 * model.width + model.inner  # products of a token with weights cost 2 C (2 C + C'), pairs of tokens 2 C each
-    sampler = Balanced((channels * lengths + lengths**2).sum(1), seed)
+    costs = lengths > 0 if cfg.data.balance == "sequences" else channels * lengths + lengths**2
+    sampler = Balanced(costs.sum(1), cfg.train.seed)
     if cfg.data.epoch:
-        endless = Endless(len(rows), cfg.data.epoch, seed)
+        endless = Endless(len(rows), cfg.data.epoch, cfg.train.seed)
         sampler.order, sampler.samples = endless.order, endless.samples  # type: ignore[method-assign]
     return sampler
 

@@ -10,4 +10,4 @@ class Plan(PlannedTraining):
     # Rows of two sequences: half of the published batches and samples.
     samples = {128: 1.28e6, 224: 1.20e6, 768: 1.40e6, 2304: 1.41e6, 4096: 2.09e6, 6528: 2.32e6, 8192: 2.76e6}
     source = "reference convergence of MLPerf Training 3.0 to 5.0, medians, in rows of two sequences"
-    evaluation = Evaluation(samples=10_000, every=75_000, cost=0.065)  # forward only, in batches; a step of one row is mostly its update
+    evaluation = Evaluation(samples=10_000, every=75_000, cost=0.065)  # forward, in batches; a step of one row is mostly update

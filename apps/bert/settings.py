@@ -26,8 +26,7 @@ class DataConfig(LoaderConfig):
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """fraction of tokens that are masked"""
     balance: Literal["none", "cost", "sequences"] = "cost"
-    """rows of a batch on each rank: any; with even cost, of tokens and pairs of them; or all rows of a batch have equally many
-    sequences"""
+    """the rows of a batch that each rank gets: any; with an even cost of tokens and pairs of them; with evenly many sequences"""
     pictures: NonNegativeInt = 16
     """families whose contacts are predicted for the report"""
 
