@@ -121,11 +121,11 @@ class Recipe(command.Recipe):
 
     seed: int = command.seed()
     length: tuple[int, int] = option((32, 48), "residues, range", metavar=("LEAST", "MOST"), nargs=2, type=command.positive)
-    sequences: int = option(1024, "sequences of a family", type=command.positive)
+    sequences: int = option(4096, "sequences of a family", type=command.positive)
     settle: int = option(12, "sweeps of evolution of each sequence by itself", type=command.within(0, 1000, int))
     row: int = option(128, "tokens of a row", type=command.positive)
     most: int = option(3, "sequences of a row, at most", type=command.positive)
-    each: int = option(2, "families of a file", type=command.positive)
+    each: int = option(1, "families of a file", type=command.positive)
     validation: float = command.fraction(0.1, "the sequences of each family")
     test: float = 0.0
 
@@ -377,7 +377,7 @@ def check_rows(prepared: command.PreparedDataset, options: argparse.Namespace) -
 BUILDER = command.DatasetBuilder(
     "bert", "Packed rows of sequences for BERT.", "bert",
     command.Check("Files against index.json, lengths against tokens.", check_rows, ("rows", 64, "rows to verify")),
-    (command.Simulate("Families of simulated proteins.", Recipe, ("families", 8, "how many"), simulate),
+    (command.Simulate("Families of simulated proteins.", Recipe, ("families", 4, "how many"), simulate),
      command.Convert("FASTA or SMILES to our files.", Source, convert, add_source_options),
      command.Convert("Packed rows of MLPerf to our files.", MlperfSource, mlperf, add_source_options, name="mlperf")),
 )  # fmt: skip

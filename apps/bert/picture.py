@@ -77,15 +77,14 @@ def finding(contacts: Contacts) -> Finding:
 
 def draw(contacts: Contacts, theme: Theme) -> list[Figure]:
     count = min(DRAWN, len(contacts.true))
-    figure = Figure(figsize=(WIDTH, WIDTH / 4 + 0.8))
-    for index, axes in enumerate(figure.subplots(1, DRAWN, squeeze=False)[0]):
+    figure = Figure(figsize=(WIDTH, WIDTH / max(count, 2) + 0.8))
+    for index, axes in enumerate(figure.subplots(1, count, squeeze=False)[0]):
         hide_axes(axes)
-        if index < count:
-            true, predicted = contacts.true[index] == 1, contacts.predicted[index]
-            both = np.triu(true, APART) + np.tril(predicted, -APART)
-            axes.imshow(both, theme.values, vmin=0, vmax=1)
-            precision = contacts.precision(index)[0]
-            panel_title(axes, f"Family {index + 1}", f"{100 * precision:.0f} % of the top {len(both)}", theme)
+        true, predicted = contacts.true[index] == 1, contacts.predicted[index]
+        both = np.triu(true, APART) + np.tril(predicted, -APART)
+        axes.imshow(both, theme.values, vmin=0, vmax=1)
+        precision = contacts.precision(index)[0]
+        panel_title(axes, f"Family {index + 1}", f"{100 * precision:.0f} % of the top {len(both)}", theme)
     return [figure]
 
 
