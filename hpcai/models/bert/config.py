@@ -31,7 +31,7 @@ class BertConfig(Settings):
     dropout: Probability = 0.1
     """of embeddings and of the outputs of attention and feed-forward layers"""
     attention_dropout: Probability = 0.1
-    """of attention probabilities; torch's fused attention on a GPU has none: with 0 it is used, otherwise masked attention is"""
+    """of attention probabilities"""
     eps: Annotated[float, Field(gt=0)] = 1e-12
     """of layer norms"""
     deviation: Annotated[float, Field(gt=0)] = 0.02
