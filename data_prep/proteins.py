@@ -411,8 +411,11 @@ def _pack_side_chains(types: Array, angle: Array, atoms: Array, frames: Array, r
 # ---- alignments
 
 
-def _evolve_alignment(model: _PottsModel, query: Array, kind: Array, rows: int, name: str, rng: Generator) -> Alignment:
-    """Evolve rows from the query along a tree, with a rate for each branch; the most similar rows come first."""
+def _evolve_alignment(
+    model: _PottsModel, query: Array, kind: Array, rows: int, name: str, rng: Generator, settle: int
+) -> Alignment:  # fmt: skip
+    """Evolve rows from the query along a tree, with a rate for each branch; the most similar rows come first. ``settle``: further
+    sweeps, after which rows have only the model in common."""
     length, columns = len(query), np.arange(len(query))
     msa, rate = query[None].copy(), np.zeros(1)
     gone, deletions = np.zeros((1, length), bool), np.zeros((1, length), np.int32)
@@ -438,6 +441,8 @@ def _evolve_alignment(model: _PottsModel, query: Array, kind: Array, rows: int, 
         gone |= columns < events(0.15, 0.2)
         gone |= columns >= length - events(0.15, 0.2)
         np.put_along_axis(deletions, at := sites(), np.take_along_axis(deletions, at, 1) + events(0.3, 0.35).astype(np.int32), 1)
+    for _ in range(settle):
+        _gibbs_sweep(model, msa[1:], np.ones(len(msa) - 1), rng)
     gone &= ~gone.all(1, keepdims=True)
     identity = ((msa == query) & ~gone).sum(1) / (~gone).sum(1)
     order = np.append(0, 1 + np.argsort(-identity[1:], kind="stable"))
@@ -449,22 +454,23 @@ def _evolve_alignment(model: _PottsModel, query: Array, kind: Array, rows: int, 
 # ---- proteins
 
 
-def make_family(seed: int, members: int, length: int, rows: int) -> list[tuple[Chain, Alignment]]:
+def make_family(seed: int, members: int, length: int, rows: int, settle: int = 0) -> list[tuple[Chain, Alignment]]:
     """Return relatives with one fold; none depends on their number. The others than the first are slightly deformed
-    and have drifted from its sequence. An alignment begins with its chain."""
+    and have drifted from its sequence. An alignment begins with its chain; after about 12 sweeps of ``settle`` its other rows are
+    independent samples of the family's Potts model."""
     rng = np.random.default_rng([seed, 0])
     plans, steps = (_draw_plan(rng, length) for _ in range(ATTEMPTS)), STEPS * max(80, length) // 80
     plan, angle = _best_fold((plan, _fold(plan, rng, plan.angle, steps, 1.0)) for plan in plans)
-    chains = [_make_member(f"made{seed}m0_A", seed, 0, plan, angle, None, rows)]
+    chains = [_make_member(f"made{seed}m0_A", seed, 0, plan, angle, None, rows, settle)]
     for member in range(1, members):
         rng = np.random.default_rng([seed, 1, member])
         plans = (_relative_plan(plan, angle, rng) for _ in range(ATTEMPTS))
         _, bent = _best_fold((relative, _fold(relative, rng, angle, RELATIVE_STEPS, 0.2)) for relative in plans)
-        chains.append(_make_member(f"made{seed}m{member}_A", seed, member, plan, bent, chains[0][0].aatype, rows))
+        chains.append(_make_member(f"made{seed}m{member}_A", seed, member, plan, bent, chains[0][0].aatype, rows, settle))
     return chains
 
 
-def _make_member(name: str, seed: int, member: int, plan: _Plan, angle: Array, ancestor: Array | None, rows: int
+def _make_member(name: str, seed: int, member: int, plan: _Plan, angle: Array, ancestor: Array | None, rows: int, settle: int
             ) -> tuple[Chain, Alignment]:  # fmt: skip
     rng = np.random.default_rng([seed, 2, member])
     atoms, frames = _Backbone(plan.fixed_types)(angle)
@@ -487,4 +493,4 @@ def _make_member(name: str, seed: int, member: int, plan: _Plan, angle: Array, a
     sequence, release = "".join(RESTYPES[kind] for kind in types), FIRST_DAY + timedelta(int(rng.integers(RELEASE_DAYS)))
     coordinates, exists, b = (part.astype(np.float32) for part in (positions, mask, bfactors))
     chain = Chain(name, sequence, types.astype(np.int64), coordinates, exists, b, resolution, release, "x-ray diffraction")
-    return chain, _evolve_alignment(model, types, plan.kind, rows, name, rng)
+    return chain, _evolve_alignment(model, types, plan.kind, rows, name, rng, settle)

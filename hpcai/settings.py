@@ -165,6 +165,8 @@ class ScheduleConfig(Settings):
     """a factor begins one epoch (or step) after the one that `decay_at` names"""
     after_warmup: bool = False
     """`decay_at` counts from the end of the warm-up, and the peak is the rate of its last step"""
+    from_zero: bool = False
+    """a linear, cosine or sqrt decay counts from the first step: the rate falls at the end of the warm-up (BERT of MLPerf)"""
 
     @model_validator(mode="after")
     def _steps_fit(self) -> Self:

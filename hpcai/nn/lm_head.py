@@ -54,19 +54,22 @@ class LMHead(nn.Linear):
 
     Args:
         softcap: Logits, also those that are returned, are softcap * tanh(logits / softcap) (Gemma 2; Gemma Team 2024).
+        bias: Add a bias [V] to the logits.
         z_loss: In training mode, z_loss * logsumexp(logits)**2 is added to the loss of each counted token, which keeps logits from
             growing (PaLM; Chowdhery et al. 2022). In evaluation mode the loss is the cross entropy alone.
     """
 
     vocab = VocabShard()
 
-    def __init__(self, channels: int, vocab_size: int, softcap: float | None = None, z_loss: float = 0.0) -> None:
-        super().__init__(channels, vocab_size, bias=False)
+    def __init__(
+        self, channels: int, vocab_size: int, softcap: float | None = None, z_loss: float = 0.0, bias: bool = False
+    ) -> None:
+        super().__init__(channels, vocab_size, bias)
         self.softcap, self.z_loss = softcap, z_loss
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, temperature: float = 1.0) -> Tensor:
         if targets is None:
-            return self.vocab.gather_logits(self._cap(F.linear(self.vocab.gather_hidden(hidden), self.weight)))
+            return self.vocab.gather_logits(self._cap(F.linear(self.vocab.gather_hidden(hidden), self.weight, self.bias)))
         if self.softcap is not None and temperature != 1.0:
             raise ConfigError(f"temperature is {temperature:g}, but logits have a soft cap (logit_softcap); set temperature to 1")
         return self._cross_entropy(hidden if temperature == 1.0 else hidden / temperature, targets)
@@ -77,11 +80,12 @@ class LMHead(nn.Linear):
     @disable_dynamo
     def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         hidden, weight, z_loss = cast_to_autocast(hidden), cast_to_autocast(self.weight), self.z_loss if self.training else 0.0
+        bias = None if self.bias is None else cast_to_autocast(self.bias)
         if needs_plain_ops() and type(self.vocab) is VocabShard:
-            logits = self._cap(F.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)))
+            logits = self._cap(F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32)))
             target = logits.gather(-1, targets.clamp(0, len(weight) - 1)[..., None])[..., 0]
             return self._losses(logits.logsumexp(-1), target, targets, z_loss)
-        return _ChunkedCrossEntropy.apply(hidden, weight, targets, self, z_loss, torch.is_grad_enabled())
+        return _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, self, z_loss, torch.is_grad_enabled())
 
     def _losses(self, logsumexp: Tensor, target: Tensor, targets: Tensor, z_loss: float) -> Tensor:
         """Return the losses, from logsumexp and the logits of the targets, all [...]."""
@@ -94,11 +98,12 @@ class LMHead(nn.Linear):
 
 @dataclass(eq=False)
 class _Gradients:
-    """Gradients of the rows [T, C], if needed, and of the weight [V, C], in float32 or wider, as far as it is computed."""
+    """Gradients of the rows [T, C], if needed, and of the weight [V, C] and bias [V], in float32 or wider, as far as computed."""
 
     rows: Tensor | None
     needs_weight: bool
     weight: Any = None
+    bias: Any = None
 
 
 # Gradients that the forward pass of a head has computed, by its id, until a backward pass takes them. Further forward passes before
@@ -113,42 +118,47 @@ class _ChunkedCrossEntropy(UntransformedFunction):
     ``mean``, logits and this gradient are computed again: strides tell, without waiting for a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: LMHead, z_loss: float, is_grad: bool) -> Tensor:
-        needs_rows, needs_weight, *_ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: LMHead, z_loss: float, is_grad: bool
+    ) -> Tensor:
+        needs_rows, needs_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
         rows = head.vocab.gather_hidden(hidden).reshape(-1, hidden.shape[-1])
         ctx.head, ctx.z_loss, ctx.gradients = head, z_loss, None
         if is_grad and (needs_rows or needs_weight) and not (needs_weight and id(head) in _pending):
             ctx.gradients = _pending[id(head)] = _Gradients(torch.empty_like(rows) if needs_rows else None, needs_weight)
         scale = head._is_counted(targets).reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
         logsumexp, target = torch.empty_like(scale), torch.empty_like(scale)
-        _run_chunks(rows, weight, targets, head, z_loss, scale, ctx.gradients, logsumexp, target)
-        ctx.save_for_backward(hidden, weight, targets, logsumexp)
+        _run_chunks(rows, weight, bias, targets, head, z_loss, scale, ctx.gradients, logsumexp, target)
+        ctx.save_for_backward(hidden, weight, bias, targets, logsumexp)
         return head._losses(logsumexp.view(targets.shape), target.view(targets.shape), targets, z_loss)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        hidden, weight, targets, logsumexp = ctx.saved_tensors
-        head, (needs_rows, needs_weight, *_) = ctx.head, ctx.needs_input_grad
+        hidden, weight, bias, targets, logsumexp = ctx.saved_tensors
+        head, needs_rows, needs_weight = ctx.head, ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
         scale = grad.where(head._is_counted(targets), 0).reshape(-1)
-        drows, dweight = (None, None) if ctx.gradients is None else (ctx.gradients.rows, ctx.gradients.weight)
+        gradients = ctx.gradients or _Gradients(None, False)
+        drows, dweight, dbias = gradients.rows, gradients.weight, gradients.bias
         ctx.gradients = None  # scaled in place: another backward pass computes them again
         if drows is not None:
             drows.mul_(scale[:, None])
         if dweight is not None:  # without strides, ``grad`` is one value, expanded
-            dweight = None if any(grad.stride()) else dweight.mul_(grad.flatten()[:1].sum())
+            factor = None if any(grad.stride()) else grad.flatten()[:1].sum()
+            dweight, dbias = (None if x is None or factor is None else x.mul_(factor) for x in (dweight, dbias))
         if (needs_rows and drows is None) or (needs_weight and dweight is None):
             rows = head.vocab.gather_hidden(hidden).reshape(-1, hidden.shape[-1])
             gradients = _Gradients(torch.empty_like(rows) if needs_rows and drows is None else None, needs_weight)
-            _run_chunks(rows, weight, targets, head, ctx.z_loss, scale, gradients, logsumexp)
-            drows, dweight = gradients.rows if drows is None else drows, gradients.weight
+            _run_chunks(rows, weight, bias, targets, head, ctx.z_loss, scale, gradients, logsumexp)
+            drows, dweight, dbias = gradients.rows if drows is None else drows, gradients.weight, gradients.bias
         dhidden = None if drows is None else head.vocab.reduce_grad_input(drows.view(*targets.shape, hidden.shape[-1]))
-        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None, None, None
+        dweight, dbias = (None if x is None else x.to(weight.dtype) for x in (dweight, dbias))
+        return dhidden, dweight, dbias, None, None, None, None
 
 
 def _run_chunks(
-    rows: Tensor, weight: Tensor, targets: Tensor, head: LMHead, z_loss: float, scale: Tensor, gradients: _Gradients | None,
-    logsumexp: Tensor, target: Tensor | None = None,
+    rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: LMHead, z_loss: float, scale: Tensor,
+    gradients: _Gradients | None, logsumexp: Tensor, target: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Compute ``gradients`` for the upstream gradients ``scale``; and ``logsumexp`` and the logits of targets, unless ``target`` is
     None and ``logsumexp`` known. These three are [T]."""
@@ -159,7 +169,7 @@ def _run_chunks(
     step = chunk_size(rows, item_bytes, max(_CPU, _CPU_TOKENS * item_bytes))
     for begin in range(0, max(len(rows), 1), step):
         chunk = slice(begin, begin + step)
-        logits = F.linear(rows[chunk], weight).to(logsumexp.dtype)
+        logits = F.linear(rows[chunk], weight, bias).to(logsumexp.dtype)
         tanh = logits.div_(softcap).tanh_() if softcap else None
         logits = logits if tanh is None else tanh * softcap
         factor = scale[chunk]
@@ -177,6 +187,8 @@ def _run_chunks(
             logits.mul_(factor[:, None]).scatter_add_(-1, index[chunk], -(scale[chunk] * is_local[chunk])[:, None])
             if tanh is not None:
                 logits.mul_(tanh.square_().neg_().add_(1))
+            if bias is not None and gradients.needs_weight:
+                gradients.bias = logits.sum(0) if gradients.bias is None else gradients.bias.add_(logits.sum(0))
             logits = logits.to(weight.dtype)
             if gradients.rows is not None:
                 torch.mm(logits, weight, out=gradients.rows[chunk])

@@ -81,7 +81,8 @@ def vocab_parallel_head(head: LMHead, axis: Axis, sequence: int | None = None) -
     ``sequence``: The dim of the input along which tokens are sharded, as in ``column_parallel``."""
     if axis.size == 1:
         return
-    shard_(head.weight, 0, axis)
+    for parameter in head.parameters(recurse=False):
+        shard_(parameter, 0, axis)
     head.vocab = _ParallelVocab(axis.init_group(), head.out_features, sequence)
 
 

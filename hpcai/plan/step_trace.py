@@ -66,6 +66,12 @@ def _attention_backward_flops(_: Any, q: Any, k: Any, v: Any, *rest: Any, **__: 
     return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]) * _causal_fraction(q, k, rest[3])
 
 
+def _packed_flops(is_backward: bool, *args: Any, **_: Any) -> float:
+    """Return the FLOP of attention of flat tokens, as if each of the sequences that fit had the length of a row."""
+    (q, _k, v), tokens = args[1:4] if is_backward else args[:3], args[8 if is_backward else 5]
+    return 2 * math.prod(q[:-1]) * tokens * (3 * q[-1] + 2 * v[-1] if is_backward else q[-1] + v[-1])
+
+
 def _varlen_flops(is_backward: bool, *args: Any, **_: Any) -> float:
     """Return the FLOP of causal attention within rows of one document each, in a sliding window (past, 0), if any."""
     (q, _k, v), tokens, window = (args[1:4], args[8], args[13:14]) if is_backward else (args[:3], args[5], args[9:10])
@@ -86,6 +92,8 @@ FLOP_FORMULAS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     "_grouped_mm": partial(_addmm_flops, None),  # each row once: [R, I] x [E, I, O], or [I, R] x [R, O] -> [E, I, O]
+    torch.ops.aten._flash_attention_forward: partial(_packed_flops, False),
+    torch.ops.aten._flash_attention_backward: partial(_packed_flops, True),
     "_varlen_attn": partial(_varlen_flops, False),
     "_varlen_attn_backward": partial(_varlen_flops, True),
 }  # fmt: skip

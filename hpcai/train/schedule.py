@@ -13,7 +13,8 @@ def make_lr_schedule(cfg: ScheduleConfig, lr: float, steps_per_epoch: int, steps
     last ``cfg.length`` of the run (Hu et al., "MiniCPM", 2024); decay 1 - sqrt: Hägele et al. 2024."""
     unit = 1 if cfg.unit == "steps" else steps_per_epoch
     last = max(steps - 1, 1) / unit
-    span, begin, peak = cfg.length or max(last - cfg.warmup, 1e-12), cfg.warmup, lr
+    begin, peak = 0.0 if cfg.from_zero else cfg.warmup, lr
+    span = cfg.length or max(last - begin, 1e-12)
     if cfg.stable:
         span = max(min(span, last - cfg.warmup), 1e-12)
         begin = max(last - span, cfg.warmup)

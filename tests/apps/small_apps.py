@@ -25,6 +25,13 @@ COSMOFLOW = App(
     ["model.size=16", "model.blocks=4", "model.filters=2", "data.batch=8", "train.report_every=1", "train.epochs=2",
      "step.schedule.decay=none"],
 )  # fmt: skip
+BERT = App(  # 16 or more rows of three sequences in training, and 8 in validation, of two families
+    "bert",
+    simulator("bert", "--families 2 --sequences 40 --each 1 --length 16 20 --row 64 --validation 0.3"),
+    ["model.width=16", "model.layers=1", "model.heads=4", "model.inner=24", "data.batch=4", "data.evaluation_batch=4",
+     "train.report_every=1", "train.evaluate_every=1", "data.pictures=4", "data.epoch=12", "train.epochs=2",
+     "step.schedule={decay: none, warmup: 0}"],
+)  # fmt: skip
 DEEPCAM = App(  # 12 training and 6 validation maps
     "deepcam",
     simulator("deepcam", "--samples 18 --height 64 --width 96 --spacing 0.75 --validation 0.34 --test 0 --rows 4"),

@@ -23,6 +23,7 @@ from ase.calculators.emt import EMT
 from ase.constraints import FixAtoms
 from ase.optimize import BFGS
 
+from apps.bert import picture as contact_maps
 from apps.diffusion import picture
 from apps.opencatalyst.data import FIELDS
 from data_prep import chains, store, text
@@ -132,6 +133,16 @@ def test_galaxies_are_classified_with_calibrated_probabilities(tmp_path: Path) -
     scores = {name: round(last[name], 3) for name in ("accuracy", "ece", "brier")}
     print(scores)
     assert last["accuracy"] > 0.75 and last["ece"] < 0.1 and last["brier"] < 0.33, scores
+
+
+@claim
+def test_masked_residues_are_predicted_better_than_by_profiles_and_contacts_from_attention(tmp_path: Path) -> None:
+    """Contacts of families whose structures were in neither training nor regression."""
+    run = train_small("bert", "bert", [], tmp_path)
+    last, contacts = last_scores(run), contact_maps.read(run / contact_maps.FILE)
+    precision, random = np.mean([contacts.precision(index) for index in range(len(contacts.true))], 0)
+    print({name: round(last[name], 3) for name in ("perplexity", "baseline_perplexity")}, f"contacts {precision:.3f}, {random:.3f}")
+    assert last["perplexity"] < 0.95 * last["baseline_perplexity"] and precision > 2.5 * random, last
 
 
 @claim
@@ -303,6 +314,7 @@ def write_sentences(folder: Path) -> None:
 
 
 SHORT = {  # data and scores of each app; settings and bounds are in tests/data
+    "bert": (small_apps.simulator("bert", "--families 2 --sequences 200 --length 16 20 --row 64 --validation 0.2"), last_scores),
     "cosmoflow": (lambda folder: universes.write_universes(folder, size=16, train=96, validation=24, rows=1), error_ratios),
     "deepcam": (write_bands, last_scores),
     "resnet": (small_apps.simulator("galaxies", "--samples 240 --size 32 --validation 0.167 --test 0 --rows 40"), last_scores),

@@ -24,6 +24,7 @@ Names = dict[str, Any]
 # Constants of the first cell in the short form.
 SHORT: dict[str, Names] = {
     "align": {"PROMPTS": 8, "HELD_OUT": 4, "FIRST_STEPS": 2, "STEPS": 2, "BATCH": 2, "GROUP": 2, "WIDTH": 16},
+    "bert": {"FAMILIES": 2, "SEQUENCES": 20, "STEPS": 2, "BATCH": 2, "WIDTH": 16},
     "cosmoflow": {"UNIVERSES": 8, "HELD_OUT": 0.25, "STEPS": 2, "BATCH": 4},
     "deepcam": {"MAPS": 8, "HELD_OUT": 0.5, "STEPS": 2, "BATCH": 2},
     "diffusion": {"MAPS": 24, "HELD_OUT": 0.5, "STEPS": 2, "BATCH": 4, "CHANNELS": (8, 16), "MEMBERS": 2, "NOISE_STEPS": 2},
@@ -37,6 +38,8 @@ SHORT: dict[str, Names] = {
 # Whether a model is trained: bounds on its scores after a full run, some relative to baselines that the notebook prints.
 IS_TRAINED: dict[str, Callable[[Names], bool]] = {
     "align": lambda names: names["before"] < 0.25 and names["after"] > 0.7,
+    "bert": lambda names: names["scores"]["perplexity"] < names["scores"]["baseline_perplexity"]
+    and np.mean(names["found"]) > 2.5 * np.mean(names["all_pairs"]),
     "cosmoflow": lambda names: names["ratios"]["Omega_m"] > 4 and names["ratios"]["sigma_8"] > 3,
     "deepcam": lambda names: names["scores"]["iou"] > names["baseline"] + 0.08 and names["scores"]["recall_tropical_cyclone"] > 0.8,
     "diffusion": lambda names: names["metrics"]["crps"] < min(0.97 * names["dressed_crps"], 0.68 * names["smooth_mae"]),

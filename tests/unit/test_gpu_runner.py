@@ -287,6 +287,7 @@ def test_a_rung_runs_without_a_gpu(rung: str, tmp_path: Path) -> None:
     completed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, env=environ)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     states = {name: entry["state"] for name, entry in json.loads((tmp_path / "results.json").read_text())["jobs"].items()}
+    assert states.pop("tests/timing", "skipped") == "skipped", "times of a GPU"
     assert set(states.values()) == ({"skipped"} if rung == "R8" and shutil.which("ncu") is None else {"passed"}), states
 
 

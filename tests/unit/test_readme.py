@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hpcai.models.bert import Bert, BertConfig
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
 from hpcai.models.diffusion import Diffusion, DiffusionConfig, UNetConfig
@@ -55,6 +56,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "cosmoflow": CosmoFlow(CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1,) * 4, high=(0.9,) * 4)),
         "deepcam": DeepCam(DeepCamConfig(divide=16, middle=0, low=(0.0,) * 16, high=(1.0,) * 16)),
         "resnet": ResNet(ResNetConfig(layers=(1, 1, 1, 1), base_width=4, size=32, resize=36, classes=("disc", "merger"))),
+        "bert": Bert(BertConfig(vocabulary=32, width=16, layers=1, heads=2, inner=16, positions=8, types=1, nsp=False)),
         "unet3d": UNet3D(UNet3DConfig(filters=(4, 4), window=(8, 16, 16))),
     }
     for name, model in models.items():
@@ -78,6 +80,9 @@ def test_the_first_cells_run(page: str, cells: int, runs: Path) -> None:
 def test_the_cells_of_pages_run(runs: Path) -> None:
     fields = {name: np.full((40, 50), 0.5 / (100 if name == "PSL" else 1)) for name in VARIABLES}
     assert run_cells("apps/deepcam/README.md", 1, {"fields": fields})["masks"]["tropical cyclone"].shape == (40, 50)
+    protein = {"tokens": torch.tensor([[2, 5, 6, 3, 2, 7, 3, 0]]), "lengths": torch.tensor([[4, 3]])}
+    names = run_cells("apps/bert/README.md", 1, protein)
+    assert names["logits"].shape == (1, 8, 32) and names["stable"](protein["tokens"], protein["lengths"]).shape == (1, 2, 2)
     images = [np.zeros((50, 40, 3), np.uint8)]
     assert run_cells("apps/resnet/README.md", 1, {"images": images})["probabilities"][0].keys() == {"disc", "merger"}
     scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))

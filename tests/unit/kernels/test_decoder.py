@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from hpcai.kernels import activations, rmsnorm, rotary, triton_support, varlen_attention
+from hpcai.kernels import activations, packed_attention, rmsnorm, rotary, triton_support, varlen_attention
 from hpcai.kernels.grouped_query_attention import grouped_query_attention
 
 
@@ -148,6 +148,26 @@ def test_varlen_sequences_are_the_documents_and_too_many_give_nan(supports_gqa: 
     monkeypatch.setattr(varlen_attention, "max_documents", lambda tokens: 1)
     assert varlen_attention.varlen_attention(q, k, v, ROWS).isnan().all()
     assert torch.equal(varlen_attention.varlen_attention(q.double(), k.double(), v.double(), ROWS), expected), "in 16 bits only"
+
+
+def test_sequences_of_packed_rows_are_those_of_a_gpu_with_padding_as_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A substitute replaces torch's kernel, which requires CUDA."""
+    lengths, rates = torch.tensor([[4, 3, 0], [9, 0, 0], [2, 2, 2]]), list[float]()
+
+    def sequences(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, dropout: float) -> Tensor:
+        rates.append(dropout)
+        parts = zip(*(x.transpose(0, 1)[None].split(ends.diff().tolist(), 2) for x in (q, k, v)))
+        return torch.cat([F.scaled_dot_product_attention(*part) for part in parts if part[0].numel()], 2)[0].transpose(0, 1)
+
+    monkeypatch.setattr(packed_attention, "_flash_attention", sequences)
+    q, k, v = (draw(27, 4, 8) + n for n in range(3))
+    packing = packed_attention.Packing.of(lengths, 9, padded=True)
+    expected = packed_attention.reference(q, k, v, packing)
+    assert torch.equal(packed_attention.packed_attention(q, k, v, packing), expected) and not rates
+    monkeypatch.setattr(triton_support, "PLANNED", True)
+    actual = packed_attention.packed_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), packing, 0.1)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=2e-2)
+    assert rates == [0.1]
 
 
 @pytest.mark.parametrize("case", CASES)

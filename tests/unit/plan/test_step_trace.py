@@ -17,6 +17,7 @@ from hpcai.dist.collectives import ReduceScatter, all_gather, all_gather_object,
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.kernels import triton_support
+from hpcai.kernels.packed_attention import Packing, packed_attention
 from hpcai.kernels.varlen_attention import varlen_attention
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, device_cache, parallelize
 from hpcai.models.openfold.evoformer import Masks
@@ -172,6 +173,15 @@ def test_the_flop_of_packed_attention_are_those_of_its_window(window: int | None
             varlen_attention(q, k, k, documents, window).sum().backward()
     scores = 2 * 4 * attended * (16 - attended / 2)
     assert sum(event.flops for event in trace.events if isinstance(event, Kernel)) == (2 + 5) * 2 * 8 * scores
+
+
+def test_the_flop_of_packed_rows_are_those_of_full_ones() -> None:
+    with traced_job(1) as tracer, tracer.fake_tensors():
+        q, lengths = torch.empty(32, 4, 8, dtype=torch.bfloat16, requires_grad=True), torch.empty(2, 3, dtype=torch.int64)
+        with tracer.record() as trace:
+            packed_attention(q, q, q, Packing.of(lengths, 16, padded=True), 0.1).sum().backward()
+    names = {event.name: event.flops for event in trace.events if isinstance(event, Kernel) and event.flops}
+    assert names == {f"_flash_attention_{part}": n * 2 * 8 * 32 * 4 * 16 for part, n in (("forward", 2), ("backward", 5))}
 
 
 def test_a_trace_leaves_no_state() -> None:
