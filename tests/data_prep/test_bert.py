@@ -9,8 +9,9 @@ import h5py
 import numpy as np
 import pytest
 
-from data_prep import bert
+from data_prep import bert, proteins
 from hpcai.models.bert.masking import MASK, SPECIAL, mask_tokens
+from hpcai.models.openfold.residues import GAP
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8])
@@ -67,10 +68,21 @@ def test_simulated_families_have_profiles_and_contacts(tmp_path: Path) -> None:
     assert (lengths > 0).sum() + (held > 0).sum() == 120 and (tokens[:, 0] == bert.CLS).all()
     letters = tokens >= len(SPECIAL)
     assert (nats[letters] > 0).all() and not nats[~letters].any()
+    others, unseen = rows(out / "validation", "nats"), rows(out / "validation", "tokens") >= len(SPECIAL)
     assert nats[letters].mean() < np.log(20), "the profile knows the family"
+    assert nats[letters].mean() > 0.92 * others[unseen].mean(), "a sequence is not in its own profile"
     contacts = rows(out / "families", "contacts")
     assert contacts.shape == (2, 26, 26) and (contacts == contacts.transpose(0, 2, 1)).all() and (contacts == 1).any()
     assert json.loads((out / "train/index.json").read_text())["baseline"] == "profile"
+
+
+def test_settled_relatives_have_only_the_family_in_common() -> None:
+    identity = []
+    for settle in (0, 12):
+        ((_, alignment),) = proteins.make_family(5, 1, 24, 40, settle)
+        same = (alignment.msa[1:, None] == alignment.msa[1:]) & (alignment.msa[1:] < GAP)
+        identity.append(same.mean(-1)[np.triu_indices(39, 1)])
+    assert identity[0].max() > 0.6 > 0.5 > identity[1].max() and identity[1].mean() < identity[0].mean()
 
 
 def test_fasta_is_tokenized_and_the_unusable_is_counted(tmp_path: Path, capsys: Any) -> None:
