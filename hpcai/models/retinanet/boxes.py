@@ -71,7 +71,8 @@ def _area(boxes: Tensor) -> Tensor:
     return (boxes[..., 2] - boxes[..., 0]) * (boxes[..., 3] - boxes[..., 1])
 
 
-def match(overlap: Tensor, valid: Tensor | None, foreground: float = 0.5, background: float = 0.4, low_quality: bool = True) -> Tensor:
+def match(overlap: Tensor, valid: Tensor | None, foreground: float = 0.5, background: float = 0.4,
+          low_quality: bool = True) -> Tensor:  # fmt: skip
     """Return the object of each anchor, BACKGROUND (-1) or IGNORED (-2).
 
     An anchor belongs to the object with which it overlaps most, the first of equals: from ``foreground`` on, and with

@@ -49,7 +49,7 @@ def read_annotations(path: str | Path, bad: Literal["skip", "error"] = "skip") -
             where = f"{path}: annotation {annotation['id']}"
             for key, known in (("image_id", place), ("category_id", label)):
                 if annotation[key] not in known:
-                    raise DataError(f"{where}: {key} is {annotation[key]}, which is not listed; expected one of the {len(known)} ids")
+                    raise DataError(f"{where}: {key} is {annotation[key]}, expected one of the {len(known)} ids listed")
             if annotation.get("iscrowd", 0):
                 counts["crowd"] += 1
                 continue
@@ -59,14 +59,15 @@ def read_annotations(path: str | Path, bad: Literal["skip", "error"] = "skip") -
             box = max(x, 0.0), max(y, 0.0), min(x + w, float(image["width"])), min(y + h, float(image["height"]))
             if np.float32(box[2]) <= np.float32(box[0]) or np.float32(box[3]) <= np.float32(box[1]):
                 if bad == "error":
-                    size = f"{image['width']} x {image['height']}"
-                    raise DataError(f"{where}: bbox {annotation['bbox']} has no area in its image of {size}; remove it, or skip bad ones")
+                    size = f"its image, {image['width']} x {image['height']}"
+                    raise DataError(f"{where}: bbox {annotation['bbox']} has no area in {size}; remove it, or skip bad ones")
                 counts["bad"] += 1
                 continue
             counts.update(used=1, clipped=int(box != (x, y, x + w, y + h)))
             found[place[annotation["image_id"]]].append((*box, label[annotation["category_id"]]))
     rows = [np.array(objects, np.float64).reshape(-1, 5) for objects in found]
-    return Annotations(images, categories, [r[:, :4].astype(np.float32) for r in rows], [r[:, 4].astype(np.int64) for r in rows], counts)
+    boxes, labels = [r[:, :4].astype(np.float32) for r in rows], [r[:, 4].astype(np.int64) for r in rows]
+    return Annotations(images, categories, boxes, labels, counts)
 
 
 def results(ids: np.ndarray, detections: np.ndarray, categories: Sequence[int]) -> np.ndarray:

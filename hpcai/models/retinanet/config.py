@@ -86,7 +86,7 @@ class RetinaNetConfig(Settings):
         if not self.aspect_ratios:
             raise ValueError("aspect_ratios is empty; give at least one")
         if self.head_norm_groups and self.fpn_channels % self.head_norm_groups:
-            raise ValueError(f"fpn_channels is {self.fpn_channels}; expected a multiple of head_norm_groups {self.head_norm_groups}")
+            raise ValueError(f"fpn_channels is {self.fpn_channels}; expected a multiple of head_norm_groups")
         return self
 
     @property

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from hpcai.config import Settings
 from hpcai.errors import CheckpointError
 from hpcai.models.retinanet.config import RetinaNetConfig
 from hpcai.models.retinanet.model import RetinaNet
@@ -29,7 +31,7 @@ def load_weights(path: str | Path, cfg: RetinaNetConfig | None = None) -> Retina
     path = Path(path)
     state, saved_cfg = weights.load_state(path, "retinanet", RetinaNetConfig)
     state = {_torchvision_name(name): tensor for name, tensor in state.items()}
-    with weights.check_names(path, state, "of torchvision (backbone.body.conv1.weight, head.classification_head.cls_logits.weight)"):
+    with weights.check_names(path, state, "of torchvision (backbone.body.conv1.weight, head.regression_head.bbox_reg.weight)"):
         sizes = _infer_sizes(state)
     base = cfg or saved_cfg
     if base is not None:
@@ -61,13 +63,20 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def load_backbone(model: RetinaNet, path: str | Path) -> RetinaNet:
-    """Load the body of ``model`` from the weights of a ResNet or ResNeXt that was trained on ImageNet (torchvision, timm, hpcai), and
-    return it. Raises CheckpointError if they do not fit."""
-    state = {name: tensor for name, tensor in weights.load_state(Path(path), "resnet", _Any)[0].items() if not name.startswith("fc.")}
+    """Load the body of ``model`` from the weights of a classifier, ResNet or ResNeXt (torchvision, timm, hpcai), and return it.
+    Raises CheckpointError if they do not fit."""
+    state, omitted = weights.load_state(Path(path), "resnet", _ClassifierConfig)[0], ["fc.*"]
     if model.cfg.norm == "frozen":
-        state = {name: tensor for name, tensor in state.items() if not name.endswith(".num_batches_tracked")}
-    weights.load_into(model.backbone["body"], state, Path(path)).train(model.training)
+        omitted.append("*.num_batches_tracked")
+    state = {name: tensor for name, tensor in state.items() if not any(fnmatch(name, pattern) for pattern in omitted)}
+    body = weights.load_into(model.backbone["body"], state, Path(path)).train(model.training)
+    for parameter in body.parameters():
+        del parameter.origin  # type: ignore[attr-defined]  # its names there are others
     return model
+
+
+class _ClassifierConfig(Settings, extra="ignore"):
+    """Settings of a classifier, which are not those of this network."""
 
 
 def _torchvision_name(name: str) -> str:

@@ -98,6 +98,8 @@ class Head(nn.Module):
 class Anchors(nn.Module):
     """Anchors of the cells of all levels. This is a seam: where images are sharded, this rank has rows of some levels."""
 
+    cells: Tensor  # [5, A, 4] around the corner of a cell
+
     def __init__(self, cfg: RetinaNetConfig) -> None:
         super().__init__()
         # Integers, since a model in bfloat16 would round other buffers.
@@ -121,7 +123,8 @@ class Anchors(nn.Module):
         return [grid_anchors(cells, grid, size) for cells, grid in zip(self.cells, self.grids(size))]
 
     def split(self, values: Tensor, size: Sequence[int]) -> list[tuple[Tensor, float]]:
-        """Return values of all anchors by level, and the weight of their sum among ranks.   [B, anchors, ...] -> [B, h, w, A, ...]"""
+        """Return values of all anchors by level, and the weight of their sum among ranks.
+        [B, anchors, ...] -> [B, h, w, A, ...]"""
         grids = self.grids(size)
         parts = values.split([h * w * self.cells.shape[1] for h, w in grids], 1)
         return [(part.unflatten(1, (*grid, -1)), 1.0) for part, grid in zip(parts, grids)]
@@ -144,9 +147,9 @@ class RetinaNet(PretrainedMixin):
         self.cfg = cfg = cfg or RetinaNetConfig()
         norm = partial(FrozenBatchNorm if cfg.norm == "frozen" else BatchNorm, eps=cfg.norm_eps)
         body = ResNetBody(cfg.layers, cfg.base_width, groups=cfg.groups, width_per_group=cfg.width_per_group, norm=norm)
-        self.backbone = nn.ModuleDict({"body": body, "fpn": Pyramid(body.widths[1:], cfg.fpn_channels, cfg.p6)})
+        self.backbone: Any = nn.ModuleDict({"body": body, "fpn": Pyramid(body.widths[1:], cfg.fpn_channels, cfg.p6)})
         heads = {"classification_head": Head(cfg, "cls_logits", cfg.outputs), "regression_head": Head(cfg, "bbox_reg", 4)}
-        self.head = nn.ModuleDict(heads)
+        self.head: Any = nn.ModuleDict(heads)
         nn.init.constant_(self.head["classification_head"].cls_logits.bias, -math.log(99.0))  # foreground has probability 0.01
         stages = "conv1.", "bn1.", "layer1.", "layer2.", "layer3.", "layer4."
         frozen = stages[: 6 - cfg.trainable_layers] if cfg.trainable_layers < 5 else ()
@@ -178,8 +181,8 @@ class RetinaNet(PretrainedMixin):
         return x.permute(0, 3, 1, 2)
 
     def select(self, levels: Sequence[Level], size: Sequence[int], within: Tensor, original: Tensor) -> Tensor:
-        """Return the detections of outputs for images of ``size`` (H, W): x1 y1 x2 y2 score class, by score, padded with score 0 and
-        class -1. Boxes are clipped to ``within``, height and width of the image in its frame, and scaled to ``original``.
+        """Return the detections of outputs for images of ``size`` (H, W): x1 y1 x2 y2 score class, by score, padded with score 0
+        and class -1. Boxes are clipped to ``within``, height and width of the image in its frame, and scaled to ``original``.
 
         Of each level the best ``cfg.candidates`` with scores above ``cfg.score_threshold`` are taken, and of all levels the best
         ``cfg.detections`` after non-maximum suppression by class.   Shape: within and original [B, 2] -> [B, D, 6]

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpcai.models.retinanet.boxes import BACKGROUND, IGNORED, encode, iou, match
@@ -45,7 +45,7 @@ class _FocalLoss(torch.autograd.Function):
 
 
 def _focal_terms(x: Tensor, weight: float, gamma: float) -> tuple[Tensor, Tensor]:
-    """Return weight p^gamma softplus(x), with p = sigmoid(x), and its derivative: weight p^gamma (p + gamma (1 - p) softplus(x))."""
+    """Return weight p^gamma softplus(x), p = sigmoid(x), and its derivative, weight p^gamma (p + gamma (1 - p) softplus(x))."""
     p, entropy = x.sigmoid(), F.logsigmoid(-x).neg_()
     scale = p.pow(gamma).mul_(weight)
     slope = (1 - p).mul_(entropy).mul_(gamma).add_(p).mul_(scale)
@@ -107,10 +107,9 @@ def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def detections(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Return the number of each image, and its objects in pixels of its file (``RetinaNet.select``): id [B], detections [B, D, 6] of
+def detections(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """Return the number of each image, and its objects in pixels of its file (``RetinaNet.select``): id [B], detections [B, D, 6],
     x1 y1 x2 y2 score class, padded with score 0 and class -1."""
-    network: Any = model
-    size = network.anchors.image_size(batch.image)
-    levels = network.anchors.gather(network(network.normalised(batch.image, batch.within)), size)
-    return {"id": batch.id, "detections": network.select(levels, size, batch.within, batch.original)}
+    size = model.anchors.image_size(batch.image)
+    levels = model.anchors.gather(model(model.normalised(batch.image, batch.within)), size)
+    return {"id": batch.id, "detections": model.select(levels, size, batch.within, batch.original)}

@@ -43,8 +43,9 @@ class ShardedAnchors(Anchors):
 
     def split(self, values: Tensor, size: Sequence[int]) -> list[tuple[Tensor, float]]:
         ranks = self.cut.axes[2].size
-        parts = [(part[:, slice(*self.cut.local_range(2, part.shape[1]))], part.shape[1]) for part, _ in super().split(values, size)]
-        return [(part, 1.0 if self.cut.is_sharded(2, height) else 1 / ranks) for part, height in parts]
+        parts = [(part, part.shape[1]) for part, _ in super().split(values, size)]
+        shares = [1.0 if self.cut.is_sharded(2, height) else 1 / ranks for _, height in parts]
+        return [(part[:, slice(*self.cut.local_range(2, height))], share) for (part, height), share in zip(parts, shares)]
 
     def gather(self, levels: Sequence[Level], size: Sequence[int]) -> Sequence[Level]:
         def full(x: Tensor, grid: tuple[int, int]) -> Tensor:  # the partition has maps [B, C, h, w]
