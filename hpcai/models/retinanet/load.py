@@ -71,7 +71,7 @@ def load_backbone(model: RetinaNet, path: str | Path) -> RetinaNet:
     state = {name: tensor for name, tensor in state.items() if not any(fnmatch(name, pattern) for pattern in omitted)}
     body = weights.load_into(model.backbone["body"], state, Path(path)).train(model.training)
     for parameter in body.parameters():
-        del parameter.origin  # type: ignore[attr-defined]  # its names there are others
+        del parameter.origin  # its names there are others
     return model
 
 

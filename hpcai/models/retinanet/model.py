@@ -148,9 +148,9 @@ class RetinaNet(PretrainedMixin):
         norm = partial(FrozenBatchNorm if cfg.norm == "frozen" else BatchNorm, eps=cfg.norm_eps)
         body = ResNetBody(cfg.layers, cfg.base_width, groups=cfg.groups, width_per_group=cfg.width_per_group, norm=norm)
         self.backbone: Any = nn.ModuleDict({"body": body, "fpn": Pyramid(body.widths[1:], cfg.fpn_channels, cfg.p6)})
-        heads = {"classification_head": Head(cfg, "cls_logits", cfg.outputs), "regression_head": Head(cfg, "bbox_reg", 4)}
-        self.head: Any = nn.ModuleDict(heads)
-        nn.init.constant_(self.head["classification_head"].cls_logits.bias, -math.log(99.0))  # foreground has probability 0.01
+        classification: Any = Head(cfg, "cls_logits", cfg.outputs)
+        nn.init.constant_(classification.cls_logits.bias, -math.log(99.0))  # foreground has probability 0.01
+        self.head: Any = nn.ModuleDict({"classification_head": classification, "regression_head": Head(cfg, "bbox_reg", 4)})
         stages = "conv1.", "bn1.", "layer1.", "layer2.", "layer3.", "layer4."
         frozen = stages[: 6 - cfg.trainable_layers] if cfg.trainable_layers < 5 else ()
         for name, parameter in body.named_parameters():
