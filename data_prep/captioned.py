@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import store
+from hpcai.data import image_files
+from hpcai.data.image_files import MAX_PIXELS, image_size, open_image, to_rgb
 from hpcai.data.layout import parse_errors, read_npy_header
 from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import check_fields, check_relative, open_regular, read_regular
@@ -38,10 +40,8 @@ Entry = dict[str, Any]
 STATE = "state.json"
 IMAGE_SUFFIXES = ("png", "jpg", "jpeg", "jfif", "webp", "npy")
 OTHER_SUFFIXES = ("avif", "bmp", "gif", "heic", "jp2", "jxl", "tga", "tif", "tiff")    # of images that are not read
-FORMATS = ("PNG", "JPEG", "WEBP")               # of Pillow; of others, EPS starts Ghostscript
 CHUNK = 4096                                    # images of a folder in a shard
-MAX_PIXELS = 1 << 26                            # of a resized image
-REMEDY = "copy or write it again, or leave it out"
+REMEDY = image_files.REMEDY
 COLUMNS = {"mean": "mean", "logvar": "logvar", "t5_encodings": "tokens", "clip_encodings": "pooled"}
 
 
@@ -197,7 +197,7 @@ def read_samples(shard: Shard, entries: Sequence[Entry], skipped: store.Skipped)
     else:
         for entry in entries:
             with skipped.catch(path := shard.path / entry["name"]):
-                caption = _decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
+                caption = decode_text(_read_bytes(beside := path.with_suffix(".txt")), str(beside)) if entry["caption"] else None
                 yield Sample(str(path), caption, **_image_or_moments(_read_bytes(path), path.suffix[1:].lower(), str(path)))
 
 
@@ -208,24 +208,29 @@ def _read_bytes(path: Path) -> bytes:
         raise DataError(f"{path}: cannot be read ({problem.strerror}); {REMEDY}") from problem
 
 
-def _decode_text(data: bytes, where: str) -> str:
+def decode_text(data: bytes, where: str) -> str:
+    """Return UTF-8 text without spaces at its ends. Raises DataError."""
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as problem:
         raise DataError(f"{where}: byte 0x{data[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8)") from None
 
 
+def read_member(file: IO[bytes], member: Sequence[int], name: str) -> bytes:
+    """Return the content of a member of a tar file, given by offset and size."""
+    file.seek(member[0])
+    if len(content := file.read(member[1])) < member[1]:
+        raise DataError(f"{name}: truncated; {REMEDY}")
+    return content
+
+
 def _tar_sample(file: IO[bytes], path: Path, entry: Entry) -> Sample:
     name, members = f"{path}: {entry['name']}", entry["members"]
 
     def data(ending: str) -> bytes:
-        offset, size = members[ending]
-        file.seek(offset)
-        if len(content := file.read(size)) < size:
-            raise DataError(f"{name}.{ending}: truncated; {REMEDY}")
-        return content
+        return read_member(file, members[ending], f"{name}.{ending}")
 
-    caption = _decode_text(data("txt"), f"{name}.txt") if "txt" in members else None
+    caption = decode_text(data("txt"), f"{name}.txt") if entry["caption"] else None
     ending = next((suffix for suffix in IMAGE_SUFFIXES if suffix in members), None)
     if ending is None:
         has = ", ".join(members) or "nothing"
@@ -328,32 +333,14 @@ def _image_size(sample: Sample) -> list[int]:
     """Return height and width of an image, which is not decoded."""
     if sample.image is None:
         raise DataError(f"{sample.name}: holds latents, and --buckets is for images; leave one of them out")
-    if isinstance(sample.image, np.ndarray):
-        return list(sample.image.shape[:2])
-    from PIL import ExifTags, Image
-
-    reading = parse_errors(sample.name, REMEDY, "cannot be read as an image")
-    with reading, Image.open(io.BytesIO(sample.image), formats=FORMATS) as opened:
-        is_transposed = opened.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-        return list(opened.size if is_transposed else opened.size[::-1])
+    return list(sample.image.shape[:2]) if isinstance(sample.image, np.ndarray) else image_size(sample.image, sample.name)
 
 
 def _decode_image(sample: Sample) -> Array:
     """Return the pixels as uint8 [H, W, 3]; transparent ones are laid over white."""
     if isinstance(sample.image, np.ndarray):
         return sample.image
-    from PIL import Image, ImageOps
-
     assert sample.image is not None
-    reading = parse_errors(sample.name, REMEDY, "cannot be read as an image")
-    with reading, Image.open(io.BytesIO(sample.image), formats=FORMATS) as opened:
-        if opened.format != "MPO" and getattr(opened, "is_animated", False):    # an MPO is a photograph with its preview
-            raise DataError(f"{sample.name}: an animated image; save one of its frames as .png, or leave it out")
-        mode, image = opened.mode, ImageOps.exif_transpose(opened)
-        if image.has_transparency_data and np.asarray(image.convert("RGBA"))[..., 3].min() < 255:
-            sample.over_white = True
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        values = np.asarray(image.convert("RGB"))
-    if mode[0] in "IF" or (sample.image.startswith(b"\x89PNG") and sample.image[24] > 8):  # Pillow drops the lower bits of RGB
-        raise DataError(f"{sample.name}: pixels of more than 8 bits (mode {mode}); convert it to 8 bits")
-    return values
+    with open_image(sample.image, sample.name) as opened:
+        image, sample.over_white = to_rgb(opened)
+        return np.asarray(image)

@@ -290,7 +290,7 @@ class Check:
     help: str
     check_samples: Callable[[PreparedDataset, argparse.Namespace], Iterator[str]]   # yields mistakes
     option: tuple[str, int, str] | None         # None: all samples
-    picture: bool = True
+    picture: Callable[[Sequence[tuple[Path, int]], dict[str, Any], Path], None] | None = picture.draw   # of some samples
     name = "check"
 
 
@@ -406,7 +406,7 @@ class DatasetBuilder:
             errors += check.check_samples(prepared, options)
         if check.picture and options.picture and not errors:
             path = options.out / picture.NAME
-            picture.draw(list(subsample(prepared.locations, picture.SAMPLES)), prepared.index, path)
+            check.picture(prepared.locations, prepared.index, path)
             print(f"picture: {path}")
         for text in errors[:20]:
             print(f"wrong: {text}")

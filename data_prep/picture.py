@@ -1,6 +1,8 @@
 """OUT/samples.png: plots of some samples of any data set, by the datasets of its index."""
 
 import io
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +10,21 @@ import h5py
 import numpy as np
 
 from data_prep import store
+from hpcai.data.image_files import open_image, to_rgb
 from hpcai.durable import replace_file
 
 NAME = "samples.png"
 SAMPLES, PANELS = 4, 5                          # columns; rows at most, of the largest datasets
+CLASSES, FILES = 20, 64                         # of images: rows at most; files in which they are looked for
 MIN_VALUES = 8                                  # of a dataset that is drawn
 
 
-def draw(locations: list[tuple[Path, int]], index: dict[str, Any], path: Path) -> None:
-    """Draw a column for each sample, given as (path, row), and a panel for each of its largest datasets."""
+def draw(locations: Sequence[tuple[Path, int]], index: dict[str, Any], path: Path) -> None:
+    """Draw a column for each of a few samples, given as (path, row), and a panel for each of its largest datasets."""
     from matplotlib.figure import Figure
 
     fields = {name: store.Field(entry["dtype"], tuple(entry["shape"])) for name, entry in index["fields"].items()}
-    samples = []
+    samples, locations = [], locations[:: max(1, -(-len(locations) // SAMPLES))]
     for file_path, row in locations:
         with h5py.File(file_path, "r") as file:
             present = {name: field for name, field in fields.items() if name in file}
@@ -35,6 +39,34 @@ def draw(locations: list[tuple[Path, int]], index: dict[str, Any], path: Path) -
             _panel(axis, np.squeeze(sample[name]))
             unit = index["fields"][name].get("unit")
             axis.set_ylabel(f"{name}, {unit}" if unit else name, fontsize=9)
+    figure.savefig(content := io.BytesIO(), dpi=80, format="png")
+    replace_file(path, content.getvalue())
+
+
+def draw_classes(locations: Sequence[tuple[Path, int]], index: dict[str, Any], path: Path, columns: int = 10) -> None:
+    """Draw a row of images for each of the first classes. They are files in a ragged dataset "image", with "label"."""
+    from matplotlib.figure import Figure
+
+    names, files = index["classes"][:CLASSES], [*dict.fromkeys(file_path for file_path, _ in locations)]
+    examples: list[list[Any]] = [[] for _ in names]
+    for file_path in files[:: max(1, -(-len(files) // FILES))]:
+        with h5py.File(file_path, "r") as file:
+            offsets, labels = np.append(0, np.cumsum(file["bytes"][...], dtype=np.int64)), file["label"][...]
+            for row in np.flatnonzero(labels < len(names)):
+                if len(chosen := examples[labels[row]]) < columns:
+                    data = file["image"][offsets[row] : offsets[row + 1]].tobytes()
+                    with open_image(data, f"{file_path}: row {row}") as image:
+                        chosen.append(to_rgb(image)[0])
+                    chosen[-1].thumbnail((120, 120))
+    figure = Figure(figsize=(1.5 * columns, 1.5 * len(names) + 0.4), layout="constrained")
+    figure.suptitle(f"{path.parent.name}: {len(index['classes'])} classes, {len(locations):,} images", fontsize=11)
+    for axes, chosen, name in zip(figure.subplots(len(names), columns, squeeze=False), examples, names):
+        axes[0].set_ylabel(name, fontsize=9)
+        for axis, image in itertools.zip_longest(axes, chosen):
+            axis.set(xticks=[], yticks=[])
+            axis.set_frame_on(False)
+            if image is not None:
+                axis.imshow(image, interpolation="nearest")
     figure.savefig(content := io.BytesIO(), dpi=80, format="png")
     replace_file(path, content.getvalue())
 

@@ -104,7 +104,8 @@ class Contents:
             if name in file and field.channels is not None:
                 sums[name] = moments.merge(map(moments.compute, _channels_last(file[name], field.channels)))
             elif name in file and field.classes:
-                counts = (np.bincount(x[:, 0], minlength=field.classes) for x in _channels_last(file[name], len(field.shape)))
+                parts = _channels_last(file[name], len(field.shape)) if field.shape else [file[name][...][:, None]]
+                counts = (np.bincount(x[:, 0], minlength=field.classes) for x in parts)
                 sums[name] = np.sum(list(counts), axis=0).tolist()
         return {**sums, **self.measure(file)}
 

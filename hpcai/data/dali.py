@@ -44,11 +44,15 @@ class Field:
         operators: ``operators(x, random)`` returns the output node of the pipeline. ``x`` is the node of the array, on the CPU, and
             ``random`` that of eight random numbers in [0, 1), equal for all fields of a sample and new in each epoch. For example
             ``lambda x, random: fn.crop(x, crop=(64, 64), crop_pos_x=random[0], crop_pos_y=random[1])``, fn of ``nvidia.dali``.
+        inputs: The names of fields whose nodes are further arguments of ``operators``.
+        output: Whether the batch has the field, or only others use it.
     """
 
     name: str
     layout: str = ""
-    operators: Callable[[Any, Any], Any] | None = None
+    operators: Callable[..., Any] | None = None
+    inputs: tuple[str, ...] = ()
+    output: bool = True
 
 
 def random_numbers(seed: int, epoch: int, position: int) -> np.ndarray:
@@ -91,7 +95,7 @@ class _Pipeline:
         describe: Callable[[int], str],
     ) -> None:  # fmt: skip
         self._dali, self._fields, self._device, self._name, self._describe = _import_dali(), fields, device, name, describe
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu, self._outputs = device.type == "cuda", [field for field in fields if field.output]
         index = None
         if self._on_gpu:
             index = torch.cuda.current_device() if device.index is None else device.index
@@ -103,19 +107,22 @@ class _Pipeline:
             )
             with self._pipeline:
                 random = self._dali.fn.external_source(name="drawn", dtype=self._dali.types.FLOAT, ndim=1)
-                outputs = [self._define(i, field, x, random) for i, (field, x) in enumerate(zip(fields, first))]
+                nodes = {field.name: self._input(i, field, x) for i, (field, x) in enumerate(zip(fields, first))}
+                outputs = [self._define(field, nodes, random) for field in self._outputs]
                 self._pipeline.set_outputs(*outputs, random)  # otherwise DALI prunes an unused input, and refuses to be fed
             self._pipeline.build()
         self._pipeline._first_iter = False  # otherwise the first schedule_run needs all batches of the prefetch queue
         self._uploading: deque[tuple[torch.cuda.Event, Any]] = deque()
 
-    def _define(self, i: int, field: Field, first: np.ndarray, random: Any) -> Any:
+    def _input(self, i: int, field: Field, first: np.ndarray) -> Any:
         kwargs = {"layout": field.layout} if field.layout else {}
-        x = self._dali.fn.external_source(
-            name=f"field{i}", no_copy=True, dtype=getattr(self._dali.types, _TYPES[first.dtype.name]), ndim=first.ndim, **kwargs
-        )
+        dtype = getattr(self._dali.types, _TYPES[first.dtype.name])
+        return self._dali.fn.external_source(name=f"field{i}", no_copy=True, dtype=dtype, ndim=first.ndim, **kwargs)
+
+    def _define(self, field: Field, nodes: Mapping[str, Any], random: Any) -> Any:
+        x = nodes[field.name]
         if field.operators is not None:
-            x = field.operators(x, random)
+            x = field.operators(x, random, *(nodes[name] for name in field.inputs))
         return x.gpu() if self._on_gpu and x.device == "cpu" else x
 
     @property
@@ -136,7 +143,7 @@ class _Pipeline:
         number, samples = self.in_flight[0]
         stream = torch.cuda.current_stream(self._device) if self._on_gpu else None
         with self._naming_samples(samples), torch.cuda.device(self._device) if self._on_gpu else nullcontext():
-            tensors = [self._tensor(field, output) for field, output in zip(self._fields, self._pipeline.share_outputs(stream))]
+            tensors = [self._tensor(field, output) for field, output in zip(self._outputs, self._pipeline.share_outputs(stream))]
             self._pipeline.release_outputs()
             if stream is not None:
                 done = torch.cuda.Event()
@@ -270,7 +277,7 @@ class DaliLoader(Loader):
             if active.pending is None and following is not None:
                 self._fill(following, wait=False)
             active.plan.record(number, tasks)
-            batch = dict(zip((field.name for field in self.fields), tensors))
+            batch = dict(zip((field.name for field in self.fields if field.output), tensors))
             del tensors
             yield batch if self._make_batch is None else self._make_batch(batch)
             del batch

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +19,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from hpcai.json_file import read_object
 from hpcai.settings import LoaderConfig
+
+if TYPE_CHECKING:
+    from hpcai.data.dali import Field
 
 logger = logging.getLogger(__name__)
 HELD_OUT: Mapping[str, Any] = {"shuffle": False, "last_batch": "keep"}
@@ -165,15 +167,15 @@ def open_loaders(
 
 
 def make_loader(
-    source: Source, batch: int, cfg: LoaderConfig, mesh: Mesh, layouts: Mapping[str, str] = MappingProxyType({}),
+    source: Source, batch: int, cfg: LoaderConfig, mesh: Mesh, layouts: "Mapping[str, str] | Sequence[Field]" = (),
     make_batch: Callable[..., Any] = dict, **kwargs: Any,
 ) -> Loader:  # fmt: skip
     """Return a loader of ``source`` with the settings ``cfg``. For DALI, ``layouts`` names the dims of each field (DHWC, or empty),
-    and ``make_batch(**fields)`` builds a batch."""
+    or is the fields with operators, and ``make_batch(**fields)`` builds a batch."""
     if cfg.reader != "dali":
         return Loader(source, batch, mesh, **cfg.loader_kwargs(), **kwargs)
     from hpcai.data.dali import DaliLoader, Field
 
-    fields: Sequence[Field] = tuple(Field(name, layout) for name, layout in layouts.items())
+    fields = tuple(Field(*item) for item in layouts.items()) if isinstance(layouts, Mapping) else layouts
     options = {key: value for key, value in cfg.loader_kwargs().items() if key in ("workers", "prefetch", "patience")}
     return DaliLoader(source, batch, mesh, fields, make_batch=lambda arrays: make_batch(**arrays), **options, **kwargs)

@@ -32,6 +32,13 @@ DEEPCAM = App(  # 12 training and 6 validation maps
      "train.report_every=1", "train.epochs=2", "step.precision=fp32", "data.pictures=2",
      "step.schedule.decay=none"],
 )  # fmt: skip
+RESNET = App(  # 12 training and 6 validation galaxies of 32 x 32 pixels
+    "resnet",
+    simulator("galaxies", "18 --size 32 --validation 0.34 --test 0 --rows 6"),
+    ["model.layers=[1,1,1,1]", "model.base_width=4", "model.size=32", "model.resize=32", "data.batch=4", "data.evaluation_batch=4",
+     "train.report_every=1", "train.epochs=2", "train.evaluate_every=1", "train.evaluate_from=null", "step.precision=fp32",
+     "data.pictures=4", "step.schedule.decay=none", "step.schedule.warmup=0"],
+)  # fmt: skip
 UNET3D = App(  # six training and three validation volumes of about 18 x 40 x 40 voxels
     "unet3d",
     simulator("kits19", "--cases 9 --validation 0.34 --spacing 14 9 9 --least 16 32 32"),

@@ -113,7 +113,8 @@ def test_names_and_sizes_are_those_of_torchvision() -> None:
         model = ResNet()
     assert [[name, list(p.shape)] for name, p in model.named_parameters()] == names["parameters"]
     assert sum(p.numel() for p in model.parameters()) == names["total"] == 25_557_032
-    assert sorted([name, list(b.shape)] for name, b in model.named_buffers() if name in model.state_dict()) == sorted(names["buffers"])
+    buffers = [[name, list(b.shape)] for name, b in model.named_buffers() if name in model.state_dict()]
+    assert sorted(buffers) == sorted(names["buffers"])
 
 
 def test_accuracy_and_loss_of_known_logits() -> None:

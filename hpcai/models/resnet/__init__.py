@@ -7,7 +7,7 @@ __getattr__, __all__ = attach(
     {
         ".config": ["MEAN", "STD", "ResNetConfig"],
         ".model": ["ResNet"],
-        ".objective": ["Batch", "loss", "score", "logits", "calibration_error", "fit_temperature"],
+        ".objective": ["Batch", "loss", "score", "predictions", "calibration_error", "fit_temperature"],
         ".parallel": ["parallelize"],
         ".load": ["load_weights"],
     },

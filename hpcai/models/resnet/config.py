@@ -57,4 +57,10 @@ class ResNetConfig(Settings):
 
     @property
     def outputs(self) -> int:
+        """The number of classes."""
         return len(self.classes) or self.num_classes or 1000
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the classes, or their numbers."""
+        return self.classes or tuple(map(str, range(self.outputs)))

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcai.data.images import center_crop, decode_image
+from hpcai.data.image_files import open_image, to_rgb
+from hpcai.data.images import Geometry, center_crop_box, resize_crop
 from hpcai.errors import DataError
 from hpcai.models.resnet.config import ResNetConfig
 
@@ -13,10 +14,19 @@ from hpcai.models.resnet.config import ResNetConfig
 def prepare_images(images: Sequence[Any], cfg: ResNetConfig) -> np.ndarray:
     """Return images, each resized and cropped as in evaluation: arrays uint8 [H, W, 3], or encoded ones. Raises DataError for
     others.   [N, S, S, 3]"""
+    from PIL import Image
+
     result = np.empty((len(images), cfg.size, cfg.size, 3), np.uint8)
-    for number, image in enumerate(images):
-        pixels = decode_image(image, f"image {number}") if isinstance(image, bytes) else np.asarray(image)
-        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-            raise DataError(f"image {number}: {pixels.dtype} {list(pixels.shape)}, expected uint8 [H, W, 3], or bytes of a file")
-        result[number] = center_crop(pixels, cfg.resize, cfg.size)
+    for number, content in enumerate(images):
+        name = f"image {number}"
+        if isinstance(content, bytes):
+            with open_image(content, name) as opened:
+                image = to_rgb(opened)[0]
+        else:
+            pixels = np.asarray(content)
+            if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
+                raise DataError(f"{name}: {pixels.dtype} {list(pixels.shape)}, expected uint8 [H, W, 3], or the bytes of a file")
+            image = Image.fromarray(pixels)
+        h, w, top, left = center_crop_box(image.height, image.width, cfg.resize, cfg.size)
+        result[number] = resize_crop(image, Geometry((0, 0, image.height, image.width), (h, w), (top, left)), cfg.size)
     return result

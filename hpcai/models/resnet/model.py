@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.models.resnet.config import ResNetConfig
-from hpcai.models.resnet.images import prepare_images
 from hpcai.nn.conv import channels_last
 from hpcai.nn.inference import inference_mode
 from hpcai.nn.resnet import BasicBlock, Bottleneck, ResNetBody
@@ -56,9 +55,10 @@ class ResNet(ResNetBody, PretrainedMixin):
         ``images``: arrays uint8 [H, W, 3] of any size, or encoded images (bytes, such as the content of a .png), each resized and
         cropped as in evaluation. Probabilities are softmax(logits/``cfg.temperature``). Raises DataError for other images.
         """
-        names = self.cfg.classes or tuple(map(str, range(self.cfg.outputs)))
+        from hpcai.models.resnet.images import prepare_images
+
         with inference_mode(self, self.fc.weight) as dtype:
             pixels = torch.from_numpy(prepare_images(images, self.cfg)).to(self.scale.device)
             logits = self(self.normalised(pixels).to(dtype)).double()
         rows = (logits / self.cfg.temperature).softmax(1).tolist()
-        return [dict(sorted(zip(names, row), key=lambda pair: -pair[1])) for row in rows]
+        return [dict(sorted(zip(self.cfg.names, row), key=lambda pair: -pair[1])) for row in rows]

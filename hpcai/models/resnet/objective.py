@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BINS = 15
+MAX_PIXELS = 112  # of an image for plots
 
 
 class Batch(NamedTuple):
@@ -76,6 +77,9 @@ def fit_temperature(logits: Tensor, label: Tensor) -> float:
     return math.exp((low + high) / 2)
 
 
-def logits(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Return images, true classes and logits, for plots and calibration: image [B, H, W, 3], true [B], logits [B, K]."""
-    return {"image": batch.image, "true": batch.label, "logits": _logits(model, batch)}
+def predictions(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """Return images, true classes and logits, for plots and calibration: image [B, h, w, 3] uint8, reduced to 112 pixels at most,
+    true [B], logits [B, K]."""
+    factor = -(-max(batch.image.shape[1:3]) // MAX_PIXELS)
+    image = F.avg_pool2d(batch.image.permute(0, 3, 1, 2).float(), factor, ceil_mode=True).round().to(torch.uint8)
+    return {"image": image.permute(0, 2, 3, 1), "true": batch.label, "logits": _logits(model, batch)}

@@ -18,6 +18,7 @@ from hpcai import dist
 from hpcai.data import dali
 from hpcai.data.dali import DaliLoader, Field, random_numbers
 from hpcai.data.direct import MemoryPool
+from hpcai.data.images import dali_fields
 from hpcai.data.loader import Loader
 from hpcai.data.prefetch import Ready, Task
 from hpcai.data.sampler import Balanced
@@ -134,8 +135,10 @@ def test_outputs_are_copied_to_the_gpu() -> None:
     decode = Field("image", "", lambda x, random: fn.decoders.image(x, device="mixed"))
     with pipeline._dali.Pipeline(batch_size=1, num_threads=1, device_id=0):
         random = fn.external_source(name="drawn", ndim=1)
-        for i, field in enumerate((decode, *FIELDS)):
-            assert pipeline._define(i, field, np.zeros([1] * max(len(field.layout), 1), np.uint8), random).device == "gpu", field
+        fields = [decode, *dali_fields(Mock(size=8, rotate90=True), gpu=True)[:2], *FIELDS]
+        for field in fields:
+            nodes = {each.name: pipeline._input(0, each, np.zeros([1] * max(len(each.layout), 1), np.uint8)) for each in fields}
+            assert pipeline._define(field, nodes, random).device == "gpu", field
 
 
 def test_a_png_is_decoded_exactly() -> None:

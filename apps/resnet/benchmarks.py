@@ -1,0 +1,57 @@
+"""Benchmark of ResNet:  hpcai bench resnet | hpcai ablate resnet [model.size=224 data.batch=16 ...]
+
+The plain form has torch's separate layers, contiguous. Images are random, and not encoded.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apps.resnet.data import Images, build_loader, open_rows
+from apps.resnet.settings import Config
+from hpcai.cli.benchmarks import Enabled, Switch, Workload, swap_classes
+from hpcai.dist import Mesh
+from hpcai.models.resnet import Batch, ResNet, loss, parallelize, score
+from hpcai.nn import BatchNorm, Conv2d
+
+
+class Benchmark(Workload):
+    settings, batch, fields, unit = Config, Batch, Batch._fields, "images"
+    loss, metric = staticmethod(loss), staticmethod(score)
+
+    def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:
+        return [
+            Switch("kernels", "batch norm, sum and ReLU fused on a GPU, 1 x 1 convolutions as matrix products on a CPU"),
+            Switch("channels-last", "weights and activations in channels-last memory, the layout of the images"),
+        ]
+
+    def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
+        model = parallelize(ResNet(cfg.model), mesh, cfg.batchnorm_group if "kernels" in enabled else 1)
+        if "kernels" not in enabled:
+            swap_classes(model, {BatchNorm: _ReferenceNorm, Conv2d: nn.Conv2d})
+        if "channels-last" not in enabled:
+            swap_classes(model.to(memory_format=torch.contiguous_format), {ResNet: _Contiguous})
+        return model
+
+    def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
+        pixels = random.integers(0, 256, (cfg.model.size, cfg.model.size, 3), np.uint8)
+        return pixels, np.int32(random.integers(cfg.model.outputs))
+
+    def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        return build_loader(Images(open_rows(cfg, split, mesh), cfg, True), cfg.data.batch, cfg, mesh, **kwargs)
+
+
+class _ReferenceNorm(BatchNorm):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = nn.BatchNorm2d.forward(self, x)
+        if residual is not None:
+            y += residual
+        return F.relu(y, inplace=True) if self.relu else y
+
+
+class _Contiguous(ResNet):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.features(x.contiguous())[-1].mean((2, 3)))
