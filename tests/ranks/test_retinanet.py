@@ -31,8 +31,8 @@ def make_batch(mesh: Mesh, samples: slice) -> Any:
     boxes[..., 1::2] *= 1.4
     labels = torch.tensor([[0, 1, 2, 1, -1], [2, 0, -1, -1, -1]])
     within, original = torch.tensor([[96, 64], [80, 64]]), torch.tensor([[48, 128], [80, 64]])
-    rows = SpatialPartition.from_mesh(mesh, 2).local_slices(SIZE)
-    batch = retinanet.Batch(image[(slice(None), *rows)], boxes, labels, within, original, torch.arange(IMAGES))
+    shard = SpatialPartition.from_mesh(mesh, 2).local_slices(SIZE)
+    batch = retinanet.Batch(image[(slice(None), *shard)], boxes, labels, within, original, torch.arange(IMAGES))
     return retinanet.Batch(*(values[samples] for values in batch))
 
 
@@ -43,8 +43,8 @@ def train_model(mesh: Mesh, resize: str) -> tuple[list[float], dict[str, Any], n
     step, axis = Step(model, retinanet.loss, StepConfig(optimizer="sgd", lr=0.02, precision="fp64"), mesh), mesh["replicate"]
     samples = slice(axis.rank * IMAGES // axis.size, (axis.rank + 1) * IMAGES // axis.size)
     losses = [step(make_batch(mesh, samples))["loss"].item() for _ in range(2)]
-    found = retinanet.detections(model.eval(), make_batch(mesh, slice(None)))["detections"].numpy()
-    return losses, {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}, found
+    rows = retinanet.detections(model.eval(), make_batch(mesh, slice(None)))["detections"].numpy()
+    return losses, {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}, rows
 
 
 @cache
@@ -55,14 +55,14 @@ def train_unsharded(resize: str) -> tuple[list[float], dict[str, Any], np.ndarra
 @pytest.mark.parametrize("axes", [{"height": 2}, {"height": 4}, {"replicate": 2}, {"replicate": 2, "height": 2}], ids=str)
 def test_a_sharded_model_trains_and_detects_as_one_process(axes: dict[str, int]) -> None:
     resize = "fixed" if axes.get("height") == 4 else "shorter"
-    losses, weights, found = train_unsharded(resize)
-    assert (found[..., 5] >= 0).sum(1).min() > 5
+    losses, weights, rows = train_unsharded(resize)
+    assert (rows[..., 5] >= 0).sum(1).min() > 5
     ranks, replicas = on_ranks(axes, train_model, resize), axes.get("replicate", 1)
-    for _, state, rank_found in ranks:
+    for _, state, rank_rows in ranks:
         assert list(state) == list(weights)
         for name, values in weights.items():
             np.testing.assert_allclose(state[name], values, rtol=1e-8, atol=1e-10, err_msg=name)
-        np.testing.assert_allclose(rank_found, found, rtol=1e-8, atol=1e-8)
+        np.testing.assert_allclose(rank_rows, rows, rtol=1e-8, atol=1e-8)
     means = np.mean([values for values, _, _ in ranks[:: len(ranks) // replicas]], 0)
     np.testing.assert_allclose(means, losses, rtol=1e-9)
 

@@ -105,13 +105,13 @@ def nms(boxes: Tensor, scores: Tensor, labels: Tensor | None, threshold: float, 
     remaining, kept = scores, list[Tensor]()
     for _ in range(limit if boxes.shape[1] else 0):
         best = remaining.argmax(1, keepdim=True)  # the first of equals
-        found = remaining.gather(1, best) > -torch.inf
-        if on_cpu(scores) and not found.any():
+        is_kept = remaining.gather(1, best) > -torch.inf
+        if on_cpu(scores) and not is_kept.any():
             break
         removed = iou(boxes.gather(1, best[..., None].expand(-1, -1, 4)), boxes)[:, 0] > threshold
         if labels is not None:
             removed &= labels == labels.gather(1, best)
         remaining = remaining.masked_fill(removed, -torch.inf).scatter(1, best, -torch.inf)
-        kept.append(torch.where(found, best, -1))
+        kept.append(torch.where(is_kept, best, -1))
     result = torch.cat(kept, 1) if kept else torch.empty_like(scores[:, :0], dtype=torch.int64)
     return F.pad(result, (0, limit - result.shape[1]), value=-1)

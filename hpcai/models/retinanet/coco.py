@@ -44,7 +44,7 @@ def read_annotations(path: str | Path, bad: Literal["skip", "error"] = "skip") -
         place, label = {image["id"]: i for i, image in enumerate(images)}, {key: i for i, key in enumerate(categories)}
         if len(place) < len(images) or len(label) < len(content["categories"]):
             raise DataError(f"{path}: several images or categories have the same id; expected different ones")
-        found, counts = [list[tuple[Any, ...]]() for _ in images], Counter(used=0, clipped=0, crowd=0, bad=0)
+        objects_of, counts = [list[tuple[Any, ...]]() for _ in images], Counter(used=0, clipped=0, crowd=0, bad=0)
         for annotation in content["annotations"]:
             where = f"{path}: annotation {annotation['id']}"
             for key, known in (("image_id", place), ("category_id", label)):
@@ -64,8 +64,8 @@ def read_annotations(path: str | Path, bad: Literal["skip", "error"] = "skip") -
                 counts["bad"] += 1
                 continue
             counts.update(used=1, clipped=int(box != (x, y, x + w, y + h)))
-            found[place[annotation["image_id"]]].append((*box, label[annotation["category_id"]]))
-    rows = [np.array(objects, np.float64).reshape(-1, 5) for objects in found]
+            objects_of[place[annotation["image_id"]]].append((*box, label[annotation["category_id"]]))
+    rows = [np.array(objects, np.float64).reshape(-1, 5) for objects in objects_of]
     boxes, labels = [r[:, :4].astype(np.float32) for r in rows], [r[:, 4].astype(np.int64) for r in rows]
     return Annotations(images, categories, boxes, labels, counts)
 

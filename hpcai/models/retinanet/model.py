@@ -213,8 +213,8 @@ class RetinaNet(PretrainedMixin):
         with inference_mode(self, weight) as dtype:
             x, within, original = self.resized([_pixels(image, number) for number, image in enumerate(images)], dtype)
             rows = self.select(self(x), x.shape[2:], within, original).cpu().numpy()
-        found = [row[row[:, 5] >= 0] for row in rows]
-        return [{"boxes": f[:, :4], "scores": f[:, 4], "classes": [names[int(k)] for k in f[:, 5]]} for f in found]
+        objects = [row[row[:, 5] >= 0] for row in rows]
+        return [{"boxes": o[:, :4], "scores": o[:, 4], "classes": [names[int(k)] for k in o[:, 5]]} for o in objects]
 
     def resized(self, images: Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return the input of the network for images of any size (``cfg.resize``), and height and width of each in its frame and

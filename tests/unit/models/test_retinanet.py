@@ -59,12 +59,12 @@ def test_objects_of_images_of_any_size() -> None:
     Image.fromarray(IMAGE).save(encoded, "png")
     torch.manual_seed(0)
     for cfg in (TINY, TINY.model_copy(update={"resize": "shorter", "shorter": 40, "longer": 60, "classes": ("a", "b", "c")})):
-        found = (model := RetinaNet(cfg)).detect([IMAGE, IMAGE[:30], encoded.getvalue()])
-        for objects, (height, width) in zip(found, ((70, 50), (30, 50), (70, 50))):
+        results = (model := RetinaNet(cfg)).detect([IMAGE, IMAGE[:30], encoded.getvalue()])
+        for objects, (height, width) in zip(results, ((70, 50), (30, 50), (70, 50))):
             box = objects["boxes"]
             assert len(box) == len(objects["classes"]) == 9 and (box >= 0).all() and (box <= [width, height] * 2).all()
             assert set(objects["classes"]) <= set(cfg.classes or "012") and (np.diff(objects["scores"]) <= 0).all()
-        np.testing.assert_allclose(found[2]["boxes"], found[0]["boxes"], atol=1e-4)
+        np.testing.assert_allclose(results[2]["boxes"], results[0]["boxes"], atol=1e-4)
         x, within, _ = model.resized([IMAGE, IMAGE[:30]], torch.float32)
         assert within.tolist() == ([[64, 96]] * 2 if cfg is TINY else [[56, 40], [36, 60]])
         assert x.shape[2:] == (64, 96) if cfg is TINY else (64, 64) and x[0, :, 56:].eq(0).all()
@@ -85,10 +85,10 @@ def test_annotations_are_clipped_skipped_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     bad = [70.0, 0, 9, 9], [3.0, 3, 0, 9], [9.0, 9, -4, 9]
     path.write_text(json.dumps(annotations([1, 2, 3, 4], [50, -5, 20, 20], *bad)))
-    found = retinanet.read_annotations(path)
-    assert found.categories == {2: "a", 5: "b"} and dict(found.counts) == {"used": 2, "clipped": 1, "crowd": 0, "bad": 3}
-    assert found.boxes[1].tolist() == [[1, 2, 4, 6], [50, 0, 60, 15]] and found.labels[1].tolist() == [1, 1]
-    assert found.boxes[0].shape == (0, 4) and found.boxes[0].dtype == np.float32
+    known = retinanet.read_annotations(path)
+    assert known.categories == {2: "a", 5: "b"} and dict(known.counts) == {"used": 2, "clipped": 1, "crowd": 0, "bad": 3}
+    assert known.boxes[1].tolist() == [[1, 2, 4, 6], [50, 0, 60, 15]] and known.labels[1].tolist() == [1, 1]
+    assert known.boxes[0].shape == (0, 4) and known.boxes[0].dtype == np.float32
     with pytest.raises(DataError, match=r"annotation 3: bbox \[70.0, 0, 9, 9\] has no area in its image, 60 x 40"):
         retinanet.read_annotations(path, bad="error")
     for fields, message in (({"image_id": 8}, "image_id is 8, expected one of the 2 ids"), ({"bbox": [1, 2, 3]}, "not enough values"),
@@ -102,9 +102,9 @@ def test_scores_in_the_background(tmp_path: Path) -> None:
     pytest.importorskip("faster_coco_eval", reason="faster-coco-eval is missing: pip install 'hpcai-suite[detection]'")
     truth, output = tmp_path / "a.json", tmp_path / "results.json"
     truth.write_text(json.dumps(annotations([1, 2, 30, 20], [40, 5, 12, 20])))
-    found = np.full((1, 3, 6), -1.0)
-    found[0, :2] = [1, 2, 31, 22, 0.9, 1], [40, 5, 52, 25, 0.8, 1]
-    rows = retinanet.results(np.array([7]), found, (2, 5))
+    detected = np.full((1, 3, 6), -1.0)
+    detected[0, :2] = [1, 2, 31, 22, 0.9, 1], [40, 5, 52, 25, 0.8, 1]
+    rows = retinanet.results(np.array([7]), detected, (2, 5))
     retinanet.write_results(output, rows)
     assert json.loads(output.read_text())[1] == {"image_id": 7, "category_id": 5, "bbox": [40, 5, 12, 20], "score": 0.8}
     with retinanet.BackgroundScoring(truth, cores=[0]) as scoring:
