@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from hpcai.data.workers import die_with_parent, ignore_signals, spawn_environment
 from hpcai.errors import DataError
 from hpcai.json_file import check_fields, parse_object, read_regular
 from hpcai.lazy import import_optional
@@ -104,7 +105,7 @@ def evaluate(truth: str | Path | Mapping[str, Any], rows: np.ndarray) -> dict[st
     run = package.COCOeval_faster(reference, reference.loadRes([
         {"image_id": int(r[0]), "category_id": int(r[6]), "bbox": r[1:5], "score": r[5]} for r in rows.tolist()
     ]), iouType="bbox")  # fmt: skip
-    run.run() if hasattr(run, "run") else (run.evaluate(), run.accumulate(), run.summarize())
+    run.run()
     precision, recall = run.eval["precision"][:, :, :, 0, -1], run.eval["recall"][:, :, 0, -1]  # [IoU, recall, K], [IoU, K]
     per_category = {}
     for k, category in enumerate(run.params.catIds):
@@ -125,22 +126,23 @@ class BackgroundScoring:
     """
 
     def __init__(self, truth: str | Path, cores: Collection[int] = (), processes: int = 1) -> None:
-        self.truth = truth
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(processes, context, initializer=_bind, initargs=(sorted(cores),))
+        self.truth, context = truth, multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(sorted(cores),))
         self._pending: list[tuple[Any, Future[dict[str, Any]]]] = []
 
     def submit(self, tag: Any, rows: np.ndarray) -> None:
         """Begin to score the detections ``rows``; ``tag``, such as the step, is returned with the scores."""
-        self._pending.append((tag, self._pool.submit(evaluate, self.truth, rows)))
+        with spawn_environment():
+            self._pending.append((tag, self._pool.submit(evaluate, self.truth, rows)))
 
     def poll(self, wait: bool = False) -> list[tuple[Any, dict[str, Any]]]:
-        """Return tag and scores of those that are done, in the order of ``submit``, without waiting; with ``wait``, all."""
-        count = 0
-        while count < len(self._pending) and (wait or self._pending[count][1].done()):
-            count += 1
-        done, self._pending = self._pending[:count], self._pending[count:]
-        return [(tag, future.result()) for tag, future in done]
+        """Return tag and scores of those that are done, in the order of ``submit``, without waiting; with ``wait``, all. Raises the
+        error of one that failed when those before it have been returned."""
+        done = list[tuple[Any, dict[str, Any]]]()
+        while self._pending and (wait or self._pending[0][1].done()) and not (done and self._pending[0][1].exception()):
+            tag, future = self._pending.pop(0)
+            done.append((tag, future.result()))
+        return done
 
     def close(self) -> None:
         """End the processes; scores that were not polled are lost."""
@@ -153,6 +155,8 @@ class BackgroundScoring:
         self.close()
 
 
-def _bind(cores: Sequence[int]) -> None:
+def _begin(cores: Sequence[int]) -> None:
+    die_with_parent()
+    ignore_signals()  # of Ctrl-C and a scheduler, which the parent handles
     if cores:
         os.sched_setaffinity(0, cores)

@@ -30,23 +30,18 @@ Level = tuple[Tensor, Tensor]  # logits [B, h, w, A, K] and coded boxes [B, h, w
 class FrozenBatchNorm(nn.Module):
     """Batch normalisation with frozen statistics and weights, then ``+ residual``, then a rectifier.   [B, C, H, W]"""
 
-    weight: Tensor
-    bias: Tensor
-    running_mean: Tensor
-    running_var: Tensor
-
     def __init__(self, channels: int, relu: bool = False, eps: float = 1e-5) -> None:
         super().__init__()
         self.relu, self.eps = relu, eps
-        for name in ("weight", "bias", "running_mean", "running_var"):
-            self.register_buffer(name, (torch.zeros if name in ("bias", "running_mean") else torch.ones)(channels))
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        shift = self.bias - self.running_mean * scale
-        y = x * scale.to(x.dtype)[:, None, None] + shift.to(x.dtype)[:, None, None]
-        y = y if residual is None else y + residual
-        return F.relu(y) if self.relu else y
+        weight, bias, mean, variance = (wide(buffer)[:, None, None] for buffer in self.buffers())
+        scale = weight * (variance + self.eps).rsqrt()
+        y = (x * scale).add_(bias - mean * scale).to(x.dtype)
+        y = y if residual is None else y.add_(residual)
+        return y.relu_() if self.relu else y
 
 
 class Pyramid(nn.Module):
