@@ -67,11 +67,10 @@ def test_a_sharded_model_trains_and_detects_as_one_process(axes: dict[str, int])
     np.testing.assert_allclose(means, losses, rtol=1e-9)
 
 
-def mismatch(mesh: Mesh) -> str:
-    with pytest.raises(MeshError) as error:
+def mismatch(mesh: Mesh) -> None:
+    with pytest.raises(MeshError, match=r"\(96, 60\), expected multiples of 32"):
         retinanet.parallelize(retinanet.RetinaNet(CFG), mesh, size=(96, 60))
-    return str(error.value)
 
 
 def test_an_image_that_cannot_be_sharded_is_refused() -> None:
-    assert "(96, 60), expected multiples of 32" in on_ranks({"height": 2}, mismatch)[0]
+    on_ranks({"height": 2}, mismatch)

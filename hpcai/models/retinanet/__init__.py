@@ -8,7 +8,7 @@ __getattr__, __all__ = attach(
         ".config": ["RetinaNetConfig"],
         ".model": ["RetinaNet"],
         ".boxes": ["encode", "decode", "iou", "clip_boxes", "match", "nms"],
-        ".objective": ["Batch", "loss", "detections", "focal_loss", "box_loss"],
+        ".objective": ["Batch", "loss", "detections", "focal_loss"],
         ".coco": ["Annotations", "BackgroundScoring", "evaluate", "read_annotations", "results", "write_results"],
         ".parallel": ["parallelize"],
         ".load": ["load_backbone", "load_weights"],

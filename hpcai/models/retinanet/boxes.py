@@ -102,7 +102,7 @@ def nms(boxes: Tensor, scores: Tensor, labels: Tensor | None, threshold: float, 
 
     Shape: boxes [B, M, 4], scores and labels [B, M] -> [B, limit] int64
     """
-    remaining, kept = scores, list[Tensor]()
+    remaining, kept = scores, []
     for _ in range(limit if boxes.shape[1] else 0):
         best = remaining.argmax(1, keepdim=True)  # the first of equals
         is_kept = remaining.gather(1, best) > -torch.inf

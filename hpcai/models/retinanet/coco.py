@@ -90,12 +90,10 @@ def write_results(path: str | Path, rows: np.ndarray) -> None:
 
 
 def evaluate(truth: str | Path | Mapping[str, Any], rows: np.ndarray) -> dict[str, Any]:
-    """Return COCO's scores of boxes, by faster-coco-eval: those of ``STATS``, of which ``ap`` is the mAP of MLPerf (target 0.34),
-    and ``per_category``: {id: {ap, ap50, recall50, precision50 at recall 0, 0.1 .. 1}}. A score without any object is -1.
+    """Return COCO's scores of detections (``results``), by faster-coco-eval, with ``truth`` the annotations of COCO, or their file.
 
-    Args:
-        truth: Annotations of COCO, or their file.
-        rows: Detections (``results``).
+    They are those of ``STATS``, of which ``ap`` is the mAP of MLPerf (target 0.34), and ``per_category``: {id: {ap, ap50, recall50,
+    precision50 at recall 0, 0.1 .. 1}}. A score without any object is -1. Raises DataError for images that are not in ``truth``.
     """
     package: Any = import_optional("faster_coco_eval", "scores of COCO need", "detection")
     reference = package.COCO(truth if isinstance(truth, Mapping) else str(truth))
@@ -116,14 +114,8 @@ def evaluate(truth: str | Path | Mapping[str, Any], rows: np.ndarray) -> dict[st
 
 
 class BackgroundScoring:
-    """Scores in processes of their own while training continues (``async_coco`` of MLPerf).
-
-        scoring = BackgroundScoring(truth, cores=(30, 31))
-        scoring.submit(step, rows)
-        for tag, scores in scoring.poll(): ...          # those that are done
-
-    Processes are spawned, and bound to ``cores`` if there are any. Rank 0 has one, and broadcasts what it polls.
-    """
+    """Scores in processes of their own while training continues (``async_coco`` of MLPerf). They are spawned, and bound to ``cores``
+    if there are any. The first rank has one, and broadcasts what it polls."""
 
     def __init__(self, truth: str | Path, cores: Collection[int] = (), processes: int = 1) -> None:
         self.truth, context = truth, multiprocessing.get_context("spawn")
@@ -147,12 +139,6 @@ class BackgroundScoring:
     def close(self) -> None:
         """End the processes; scores that were not polled are lost."""
         self._pool.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "BackgroundScoring":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _begin(cores: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ class RetinaNetConfig(Settings):
     """groups of the group norms of the heads; 0: none, 32 in torchvision's v2"""
     anchor_sizes: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt, PositiveInt] = (32, 64, 128, 256, 512)
     """side of the smallest square anchor of each level, in pixels of the input; two more are larger by 2^(1/3) and 2^(2/3)"""
-    aspect_ratios: tuple[Positive, ...] = (0.5, 1.0, 2.0)
+    aspect_ratios: Annotated[tuple[Positive, ...], Field(min_length=1)] = (0.5, 1.0, 2.0)
     """height over width of the anchors"""
     classes: tuple[str, ...] = ()
     """names of the classes, in the order of the outputs; empty: read from the data, or numbers"""
@@ -73,20 +73,17 @@ class RetinaNetConfig(Settings):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.classes and self.num_classes not in (None, len(self.classes)):
-            raise ValueError(f"num_classes is {self.num_classes}, but classes has {len(self.classes)} names; give one of them")
-        if len(set(self.classes)) < len(self.classes):
-            raise ValueError(f"classes {self.classes} contains a duplicate")
-        if any(side % STRIDE for side in self.size):
-            raise ValueError(f"size is {self.size}; expected multiples of {STRIDE}")
-        if self.background_iou > self.foreground_iou:
-            raise ValueError(f"background_iou is {self.background_iou}, above foreground_iou {self.foreground_iou}; exchange them")
-        if self.shorter > self.longer:
-            raise ValueError(f"shorter is {self.shorter}, above longer {self.longer}; exchange them")
-        if not self.aspect_ratios:
-            raise ValueError("aspect_ratios is empty; give at least one")
-        if self.head_norm_groups and self.fpn_channels % self.head_norm_groups:
-            raise ValueError(f"fpn_channels is {self.fpn_channels}; expected a multiple of head_norm_groups")
+        names, norms = len(self.classes), self.head_norm_groups
+        for problem, text in (
+            (names and self.num_classes not in (None, names), f"num_classes is {self.num_classes}, but classes has {names} names"),
+            (len(set(self.classes)) < names, f"classes {self.classes} contains a duplicate"),
+            (any(side % STRIDE for side in self.size), f"size is {self.size}; expected multiples of {STRIDE}"),
+            (self.background_iou > self.foreground_iou, f"background_iou exceeds foreground_iou, {self.foreground_iou}"),
+            (self.shorter > self.longer, f"shorter is {self.shorter}, above longer, {self.longer}"),
+            (norms and self.fpn_channels % norms, f"fpn_channels is {self.fpn_channels}; expected a multiple of {norms} groups"),
+        ):  # fmt: skip
+            if problem:
+                raise ValueError(text)
         return self
 
     @property

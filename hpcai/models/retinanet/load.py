@@ -91,6 +91,5 @@ def in_form(state: Mapping[str, Tensor], cfg: RetinaNetConfig, form: str) -> dic
         return dict(state)
     if cfg.head_norm_groups:
         raise CheckpointError("MLPerf's heads have no group norms; save the form torchvision")
-    names = {name: re.sub(r"(_blocks\.\d+)\.0\.", r"\1.", name) for name in state}
-    names = {name: re.sub(r"_head\.conv\.(\d+)\.0\.", lambda m: f"_head.conv.{2 * int(m[1])}.", new) for name, new in names.items()}
-    return {names[name]: tensor for name, tensor in state.items()}
+    shorter = {re.sub(r"(_blocks\.\d+)\.0\.", r"\1.", name): tensor for name, tensor in state.items()}
+    return {re.sub(r"_head\.conv\.(\d+)\.0", lambda m: f"_head.conv.{2 * int(m[1])}", n): t for n, t in shorter.items()}

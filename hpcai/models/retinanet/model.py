@@ -60,7 +60,8 @@ class Pyramid(nn.Module):
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
 
     def forward(self, features: Sequence[Tensor]) -> list[Tensor]:
-        inner, levels = None, list[Tensor]()
+        inner: Any = None
+        levels: list[Tensor] = []
         for x, inner_block, layer_block in reversed([*zip(features, self.inner_blocks, self.layer_blocks)]):
             inner = inner_block(x) if inner is None else inner_block(x) + self.upsample(inner)
             levels.insert(0, layer_block(inner))
@@ -183,7 +184,7 @@ class RetinaNet(PretrainedMixin):
         Of each level the best ``cfg.candidates`` with scores above ``cfg.score_threshold`` are taken, and of all levels the best
         ``cfg.detections`` after non-maximum suppression by class.   Shape: within and original [B, 2] -> [B, D, 6]
         """
-        cfg, parts = self.cfg, list[tuple[Tensor, Tensor, Tensor]]()
+        cfg, parts = self.cfg, []
         for (logits, codes), anchors in zip(levels, self.anchors(size)):
             flat = logits.flatten(1)
             top, index = flat.topk(min(cfg.candidates, flat.shape[1]))

@@ -61,11 +61,6 @@ def focal_loss(logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float
     return _FocalLoss.apply(logits, labels, alpha, gamma)
 
 
-def box_loss(codes: Tensor, target: Tensor) -> Tensor:
-    """Return the L1 distance of each anchor's coded box.   [..., 4] -> [...]"""
-    return (wide(codes) - target).abs().sum(-1)
-
-
 @torch.no_grad()
 def assign(model: Any, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return class (-1: background), weight, and coded box of each anchor of the full image. The weight is 1/max(1, foreground) of
@@ -97,10 +92,10 @@ def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
     max(1, foreground) of its image; means over images."""
     size, assigned = model.anchors.image_size(batch.image), assign(model, batch)
     levels = model(model.normalised(batch.image, batch.within))
-    sums, splits = list[Tensor](), [model.anchors.split(values, size) for values in assigned]
+    sums, splits = [], [model.anchors.split(values, size) for values in assigned]
     for (logits, codes), (classes, share), (weight, _), (target, _) in zip(levels, *splits):
         focal = focal_loss(logits, classes, model.cfg.alpha, model.cfg.gamma)
-        distance = torch.where(classes >= 0, box_loss(codes, target), 0.0)
+        distance = torch.where(classes >= 0, (wide(codes) - target).abs().sum(-1), 0.0)
         sums.append(torch.stack([(values * weight).sum() for values in (focal, distance)]) * share)
     classification, regression = model.spatial_sum(torch.stack(sums).sum(0))
     return {"loss": classification + regression, "classification": classification, "bbox_regression": regression}
