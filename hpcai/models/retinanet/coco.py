@@ -114,7 +114,7 @@ def evaluate(truth: str | Path | Mapping[str, Any], rows: np.ndarray) -> dict[st
 
 
 class BackgroundScoring:
-    """Scores in processes of their own while training continues (``async_coco`` of MLPerf). They are spawned, and bound to ``cores``
+    """Scores in processes of their own while training continues (``async_coco`` of MLPerf). They are spawned and bound to ``cores``
     if there are any. The first rank has one, and broadcasts what it polls."""
 
     def __init__(self, truth: str | Path, cores: Collection[int] = (), processes: int = 1) -> None:
