@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.data.image_files import open_image, to_rgb
 from hpcai.errors import DataError
 from hpcai.models.retinanet.boxes import cell_anchors, clip_boxes, decode, grid_anchors, nms
 from hpcai.models.retinanet.config import STRIDE, RetinaNetConfig
@@ -203,7 +202,7 @@ class RetinaNet(PretrainedMixin):
 
     def detect(self, images: Sequence[Any]) -> list[dict[str, Any]]:
         """Return the objects of each image, by score: boxes [n, 4] (x1 y1 x2 y2 in its pixels), scores [n], and the names of their
-        classes. ``images``: arrays uint8 [H, W, 3] of any size, or encoded ones (bytes). Raises DataError for others."""
+        classes. ``images``: arrays uint8 [H, W, 3] of any size. Raises DataError for others."""
         cfg, weight = self.cfg, self.head["regression_head"].bbox_reg.weight
         names = cfg.classes or tuple(map(str, range(cfg.outputs)))
         with inference_mode(self, weight) as dtype:
@@ -231,10 +230,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def _pixels(image: Any, number: int) -> np.ndarray:
-    if isinstance(image, bytes):
-        with open_image(image, f"image {number}") as opened:
-            image = to_rgb(opened)[0]
-    pixels = np.array(image)
+    pixels = np.array(image)  # a copy, since torch needs one that can be written
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
-        raise DataError(f"image {number}: {pixels.dtype} {list(pixels.shape)}, expected uint8 [H, W, 3], or the bytes of a file")
+        raise DataError(f"image {number}: {pixels.dtype} {list(pixels.shape)}, expected uint8 [H, W, 3], such as np.asarray of an image of PIL")
     return pixels
