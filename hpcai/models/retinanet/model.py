@@ -230,7 +230,8 @@ def wide(x: Tensor) -> Tensor:
 
 
 def _pixels(image: Any, number: int) -> np.ndarray:
-    pixels = np.array(image)  # a copy, since torch needs one that can be written
+    pixels = np.array(image)  # a copy that can be written
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
-        raise DataError(f"image {number}: {pixels.dtype} {list(pixels.shape)}, expected uint8 [H, W, 3], such as np.asarray of an image of PIL")
+        actual = f"{pixels.dtype} {list(pixels.shape)}"
+        raise DataError(f"image {number}: {actual}, expected uint8 [H, W, 3], such as np.asarray(image) of PIL")
     return pixels
