@@ -3,203 +3,165 @@
     python -m data_prep.galaxies simulate OUT       galaxies of a survey with a limit of magnitude, from models of their light
     python -m data_prep.galaxies check OUT          files against their index, images against the simulation, a picture
 
-    OUT/{train,validation,test}/images_000000.h5    "bytes" int32 [N], "image" uint8 [sum of bytes] PNG files, "label" int32 [N],
-                                                    "snr" (r, optimal), "radius" (half-light, in FWHM of the point spread function),
-                                                    "inclination" (degrees) float32 [N]
+    OUT/{train,validation,test}/images_000000.h5    as of data_prep.images; PNG files
 
-A label is the class of the model, and no function of the image: the error of the best classifier is not 0. A face-on lenticular
-looks like an elliptical; arms are lost in noise, or are narrower than the seeing; the pitch angle that divides tight from loose
-arms, and the inclinations of discs, are continuous; lenticulars have weak bars, spirals have rings, and chance neighbours of any
-galaxy look like a merger before its pericentre, which has no tails.
+Classes are equally frequent. A label is the class of the model, and no function of the image: the error of the best classifier is
+not 0. A face-on lenticular looks like an elliptical; arms are weak, lost in noise, or narrower than the seeing; the pitch angle
+that divides tight from loose arms, and inclinations, are continuous; most classes have weak bars, and spirals have rings; and
+chance neighbours look like a merger before its pericentre, which has no tails.
 
-The inclination of an elliptical is that of a round disc of its axis ratio; that of a merger is of its first disc.
-
-N rows of a file   P pixels per side of a scene"""
+P pixels per side of a scene"""
 
 import argparse
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
-from data_prep import command, picture, store, survey
+from data_prep import command, images, picture, store
 from data_prep import galaxy_models as models
 from data_prep.command import option
-from data_prep.galaxy_models import Arms, Array, Plane
-from data_prep.store import Field
+from data_prep.galaxy_models import Array, Camera, Grid, Plane, Point
+from hpcai.data.image_files import decode_image
 
-# Classes, and about how often a survey finds them
-CLASSES = {"elliptical": 0.25, "lenticular": 0.17, "tight spiral": 0.2, "loose spiral": 0.08, "barred spiral": 0.15, "ring": 0.02,
-           "edge-on disc": 0.1, "merger": 0.03}  # fmt: skip
-NAMES = tuple(CLASSES)
-FARTHEST = 0.15                                 # redshift
 HUBBLE_LENGTH = 4283.0                          # Mpc, c / H_0 for 70 km/s/Mpc
-PARTICLES = 3000                                # of a disc in an encounter
+FARTHEST = 0.15                                 # redshift
+PARTICLES, SMOOTHING = 3000, 6                  # of a disc in an encounter; points that make each smooth
+FAINTEST = 22.5                                 # r of stars and galaxies of the field
+NEIGHBOURS = 0.3                                # fraction of galaxies with one of similar brightness
+# Ranges of the classes of discs; below 0 is none: bulge, bar, ring (fractions of the light), young stars (of light of the disc),
+# dust (optical depth in r through the centre of the face-on disc), sharpness of arms, their pitch angle in degrees
+DISCS = {
+    "lenticular": ((0.3, 0.8), (-0.3, 0.1), (0, 0), (0, 0.1), (0, 0), (0, 0), (8, 36)),
+    "tight spiral": ((0.04, 0.3), (-0.3, 0.1), (-1, 0.1), (0.3, 0.65), (0.2, 0.8), (0, 3.5), (8, 18)),
+    "loose spiral": ((0.04, 0.3), (-0.3, 0.1), (-1, 0.1), (0.3, 0.65), (0.2, 0.8), (0, 3.5), (18, 36)),
+    "barred spiral": ((0.04, 0.3), (0.12, 0.28), (-1, 0.1), (0.3, 0.65), (0.2, 0.8), (0, 3.5), (8, 36)),
+    "ring": ((0.04, 0.3), (-0.3, 0.1), (0.2, 0.4), (0.3, 0.5), (0.2, 0.8), (0, 0.6), (8, 36)),
+}
 
 
-def image_fields(classes: int) -> store.Fields:
-    return {
-        "bytes": Field("int32", (), 1),
-        "image": Field("uint8", ("bytes",), key=True),
-        "label": Field("int32", (), 0, classes - 1, classes=classes),
-    }
-
-
-def fields() -> store.Fields:
-    numbers = {"snr": Field("float32", (), 0), "radius": Field("float32", (), 0), "inclination": Field("float32", (), 0, 90.01)}
-    return {**image_fields(len(CLASSES)), **numbers}
-
-
-# ---- galaxies
-
-
-@dataclass(frozen=True)
-class Galaxy:
-    """A galaxy of the survey: magnitude in r, half-light radius in arcsec, redshift; and where its centre is, in arcsec."""
+class Galaxy(NamedTuple):
+    """Magnitude in r, half-light radius in arcsec, redshift, and where the centre is, in arcsec."""
 
     magnitude: float
     radius: float
     redshift: float
-    centre: models.Point
+    centre: Point
 
-    def colours(self, rng: np.random.Generator) -> tuple[Array, Array]:
-        """Return the flux in g, r, i, relative to r, of old and of young stars."""
+    def light(self, rng: np.random.Generator, old: Array, young: Array) -> Array:
+        """Return the light in g, r, i, relative to r, from maps of old and of young stars.   Shape: [P, P] -> [3, P, P]"""
         z, shift = self.redshift, rng.normal(0, 0.04)
-        old = np.array((0.72 + 2.2 * z + shift, 0, -0.36 - 0.6 * z), np.float32)
-        young = np.array((0.05 + 1.2 * z + shift, 0, 0.06 - 0.3 * z), np.float32)
-        return 10 ** (-0.4 * old), 10 ** (-0.4 * young)
+        old_colour = np.array((0.72 + 2.2 * z + shift, 0, -0.36 - 0.6 * z), np.float32)
+        young_colour = np.array((0.05 + 1.2 * z + shift, 0, 0.06 - 0.3 * z), np.float32)
+        return 10 ** (-0.4 * old_colour[:, None, None]) * old + 10 ** (-0.4 * young_colour[:, None, None]) * young
 
 
-def draw_galaxy(rng: np.random.Generator, early: bool, limit: float, radii: tuple[float, float]) -> Galaxy:
-    """Draw a galaxy brighter than ``limit`` and of a half-light radius within ``radii``: uniform in Euclidean volume, Schechter's
+def draw_galaxy(rng: np.random.Generator, early: bool, limit: float, width: float) -> Galaxy:
+    """Draw a galaxy brighter than ``limit`` that fits an image of ``width`` arcsec: uniform in Euclidean volume, Schechter's
     luminosity function (M* = -21.2, alpha = -1; Blanton et al. 2003), and about the sizes of Shen et al. 2003."""
-    grid = np.linspace(-23.5, -18, 56)
-    density = np.cumsum(np.exp(-(10 ** (-0.4 * (grid + 21.2)))))
+    slope, middle = (-0.26, 3.2) if early else (-0.18, 5.0)
     while True:
-        z = FARTHEST * rng.uniform(size=256) ** (1 / 3)
-        absolute = np.interp(rng.uniform(size=256), density / density[-1], grid)
-        distance = HUBBLE_LENGTH * (z - 0.225 * z * z)          # comoving, to second order in z
-        magnitude = absolute + 5 * np.log10(distance * (1 + z)) + 25 + z
-        slope, middle = (-0.26, 3.2) if early else (-0.18, 5.0)
-        kpc = middle * 10 ** (slope * (absolute + 20.5)) * rng.lognormal(0, 0.3, 256)
-        radius = kpc * (1 + z) / distance * 206.265
-        for i in np.flatnonzero((magnitude < limit) & (radii[0] < radius) & (radius < radii[1]))[:1]:
-            x, y = rng.normal(0, 0.3, 2)
-            return Galaxy(float(magnitude[i]), float(radius[i]), float(z[i]), (float(x), float(y)))
+        magnitude = limit - rng.exponential(1 / (0.6 * math.log(10)))
+        absolute = -21.2 - 2.5 * math.log10(rng.gamma(1.5))     # brighter ones are seen in a volume of luminosity^1.5
+        distance = 10 ** (0.2 * (magnitude - absolute) - 5)
+        kpc = middle * 10 ** (slope * (absolute + 20.5)) * rng.lognormal(0, 0.3)
+        radius, z = kpc / distance * 206.265, distance / HUBBLE_LENGTH
+        if 0.04 * width < radius < 0.13 * width and z < FARTHEST:
+            return Galaxy(magnitude, radius, z, (rng.normal(0, 0.3), rng.normal(0, 0.3)))
 
 
-def draw_smooth(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) -> tuple[Array, float]:
-    ratio = float(np.clip(1 - abs(rng.normal(0, 0.25)), 0.4, 1))
+def draw_elliptical(rng: np.random.Generator, grid: Grid, galaxy: Galaxy) -> Array:
+    ratio, young = float(np.clip(1 - abs(rng.normal(0, 0.25)), 0.4, 1)), rng.uniform(0, 0.1)
     plane = Plane(grid, galaxy.centre, rng.uniform(0, math.pi), ratio)
-    light = models.sersic(plane, galaxy.radius / math.sqrt(ratio), float(np.clip(rng.normal(3.3, 1.2), 1.5, 6)))
-    old, blue = (colour[:, None, None] for colour in galaxy.colours(rng))
-    return light * (old + rng.uniform(0, 0.1) * (blue - old)), math.acos(ratio)
+    stars = models.sersic(plane, galaxy.radius / math.sqrt(ratio), float(np.clip(rng.normal(3.3, 1.2), 1.5, 6)))
+    return galaxy.light(rng, (1 - young) * stars, young * stars)
 
 
-def draw_disc(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy, name: str) -> tuple[Array, float]:
-    """Return the light of a disc galaxy that is not edge-on, of total about 1 in r, and its inclination."""
-    u, spiral = rng.uniform, "spiral" in name
-    inclination, angle = math.acos(u(math.cos(math.radians(76)), 1)), u(0, 2 * math.pi)
-    lenticular = name == "lenticular"
-    disc = Plane(grid, galaxy.centre, angle, models.axis_ratio(inclination, u(0.2, 0.35) if lenticular else u(0.15, 0.22)))
-    centre = Plane(grid, galaxy.centre, angle, models.axis_ratio(inclination, u(0.6, 0.9)))
-    scale = galaxy.radius / 1.5
-    bulge = u(0.3, 0.8) if lenticular else u(0.04, 0.3)
-    bulge_radius = scale * (u(0.4, 1.5) if lenticular else u(0.25, 0.6) * math.sqrt(bulge / 0.3))
-    bulge_light = models.sersic(centre, bulge_radius, u(1.5, 5) if lenticular else u(1.5, 4) if bulge > 0.15 else u(1, 2))
-    young = u(0.35, 0.65) if spiral else u(0.3, 0.5) if name == "ring" else u(0, 0.1)
-    length, bar_angle = scale * u(0.9, 1.8), u(0, math.pi)
-    bar = u(0.12, 0.28) if name == "barred spiral" else u(0.04, 0.1) if rng.random() < 0.25 else 0.0
-    smooth = models.sersic(disc, 1.678 * scale, 1.0)
-    bar_light = bar * models.bar(disc, length, u(0.2, 0.35), bar_angle)
-    rest, left = 1 - bulge - bar, np.ones(1, np.float32)
-    old_light: Array = rest * (1 - young) * smooth
-    young_light: Array = rest * young * smooth
-    if spiral or name == "ring":
-        tight = {"tight spiral": True, "loose spiral": False}.get(name, rng.random() < 0.6)
-        pitch = math.radians(u(8, 18) if tight else u(18, 36)) * rng.choice((-1, 1))
-        start, phase = (length, bar_angle) if bar > 0.1 else (scale * u(0.4, 0.8), u(0, math.pi))
-        arms = Arms(int(rng.choice((2, 2, 2, 3, 4))) if bar < 0.1 else 2, pitch, phase, start, u(0.5, 3.5) if spiral else u(0, 0.6))
-        wave, texture = arms.modulation(disc), arms.flocculence(disc, rng, u(0.2, 0.6))
-        tau = smooth / smooth.max() * arms.modulation(disc, 0.8) * (u(0.2, 0.8) / math.cos(inclination))
-        left = np.exp(-models.DUST[:, None, None] * tau)
-        weights = rng.lognormal(0, 0.8, rng.poisson(u(10, 50)))
-        knots = grid.add_points(disc.to_sky(arms.knots(rng, len(weights), scale)), 0.1 * weights / max(weights.sum(), 1))
-        ring = u(0.3, 0.6) if name == "ring" else u(0.05, 0.15) if rng.random() < 0.1 else 0.0
-        circle = models.ring(disc, radius := scale * u(1.3, 2.2), radius * u(0.12, 0.22)) * texture
-        old_light = rest * (1 - young) * ((1 - ring / 2) * smooth * (0.6 + 0.4 * wave) + ring / 2 * circle)
-        young_light = rest * young * ((1 - ring) * smooth * wave * texture + ring * circle + knots - 0.1 * smooth)
-    old, young_colour = (colour[:, None, None] for colour in galaxy.colours(rng))
-    return (old * (bulge * bulge_light + bar_light + old_light) + young_colour * np.maximum(young_light, 0)) * left, inclination
-
-
-def draw_edge_on(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) -> tuple[Array, float]:
+def draw_disc(rng: np.random.Generator, grid: Grid, galaxy: Galaxy, name: str) -> Array:
+    """Return the light of a disc galaxy that is not edge-on, of total about 1 in r.   Shape: [3, P, P]"""
     u = rng.uniform
-    inclination, angle = math.acos(u(0, math.cos(math.radians(80)))), u(0, 2 * math.pi)
-    is_dusty, scale = rng.random() < 0.7, galaxy.radius / 1.5
-    bulge = u(0.03, 0.35) if is_dusty else u(0.2, 0.5)
-    dust = (u(0.3, 1.2) if is_dusty else 0.0, 1.2 * scale, scale * u(0.06, 0.1))
-    plane = Plane(grid, galaxy.centre, angle)
-    young = u(0.3, 0.6) if is_dusty else 0.05
-    light = np.zeros((3, grid.side, grid.side), np.float32)
-    old_colour, young_colour = galaxy.colours(rng)
-    for part, height, colour in ((1 - young, u(0.2, 0.3), old_colour), (young, u(0.08, 0.12), young_colour)):
-        disc, left = models.thick_disc(plane, inclination, scale, height * scale, dust)
-        light += (1 - bulge) * part * colour[:, None, None] * disc
-    spheroid = models.sersic(Plane(grid, galaxy.centre, angle, u(0.55, 0.85)), scale * u(0.25, 0.6), u(1.5, 4))
-    return light + bulge * old_colour[:, None, None] * spheroid * left, inclination
+    bulge, bar, ring, young, dust, sharpness, pitch = (max(0.0, u(*limits)) for limits in DISCS[name])
+    inclination, angle, scale = math.acos(u(math.cos(math.radians(76)), 1)), u(0, 2 * math.pi), galaxy.radius / 1.5
+    disc = Plane(grid, galaxy.centre, angle, models.axis_ratio(inclination, u(0.15, 0.3)))
+    centre = Plane(grid, galaxy.centre, angle, models.axis_ratio(inclination, u(0.6, 0.9)))
+    length, bar_angle, is_barred = scale * u(0.9, 1.8), u(0, math.pi), bar > 0.1
+    start, number = (length, 2) if is_barred else (scale * u(0.4, 0.8), int(rng.choice((2, 2, 2, 3, 4))))
+    wave = models.spiral_arms(disc, number, math.radians(pitch) * rng.choice((-1, 1)), bar_angle, start, sharpness)
+    smooth, circle, weights = models.sersic(disc, 1.678 * scale, 1.0), scale * u(1.3, 2.2), rng.lognormal(0, 0.8, 30)
+    density = (smooth * wave).ravel().astype(float)
+    regions = rng.choice(density.size, len(weights), p=density / density.sum())
+    knots = np.bincount(regions, weights / weights.sum(), density.size).reshape(smooth.shape)       # star-forming regions
+    ring_light = ring * models.ring(disc, circle, circle * u(0.12, 0.22))
+    bar_light = bar * models.bar(disc, length, u(0.2, 0.35), bar_angle)
+    bulge_light = bulge * models.sersic(centre, scale * math.sqrt(bulge) * u(0.5, 1.5), u(0.8, 2) + 4 * bulge)
+    rest = 1 - bulge - bar - ring
+    old = bulge_light + bar_light + (1 - young) * (rest * smooth * (0.6 + 0.4 * wave) + ring_light)
+    stars = young * (rest * (0.9 * smooth * wave + 0.1 * knots) + ring_light)
+    return galaxy.light(rng, old, stars) * np.exp(-models.DUST * (dust / math.cos(inclination) / smooth.max() * smooth))
 
 
-def draw_merger(rng: np.random.Generator, grid: models.Grid, galaxy: Galaxy) -> tuple[Array, float]:
-    u, scale = rng.uniform, galaxy.radius / 1.678
-    mass, own, view = 10 ** u(-0.8, 0), u(0.22, 0.34), models.rotation(rng)
-    turns, scales = (models.rotation(rng), models.rotation(rng)), (own, own * math.sqrt(mass))
-    counts = PARTICLES, int(PARTICLES * mass)
-    bodies, particles = models.encounter(rng, mass, scales, turns, counts, u(-0.7, 3.5))
-    sky = scale / own * (view[:2] @ np.concatenate((bodies, particles)).T).T
+def draw_edge_on(rng: np.random.Generator, grid: Grid, galaxy: Galaxy) -> Array:
+    u = rng.uniform
+    plane, scale = Plane(grid, galaxy.centre, u(0, 2 * math.pi)), galaxy.radius / 1.5
+    inclination, is_dusty = math.acos(u(0, math.cos(math.radians(80)))), rng.random() < 0.7
+    bulge, young, dust = (u(0.03, 0.35), u(0.3, 0.6), u(0.3, 1.2)) if is_dusty else (u(0.2, 0.5), 0.05, 0.0)
+    spheroid = models.sersic(Plane(grid, galaxy.centre, plane.angle, u(0.55, 0.85)), scale * u(0.25, 0.6), u(1.5, 4))
+    thick = models.edge_on_disc(plane, inclination, scale, scale * u(0.2, 0.3))
+    thin = models.edge_on_disc(plane, inclination, scale, scale * u(0.08, 0.12))
+    light = galaxy.light(rng, bulge * spheroid + (1 - bulge) * (1 - young) * thick, (1 - bulge) * young * thin)
+    return light * models.dust_lane(plane, inclination, dust, 1.2 * scale, scale * u(0.06, 0.1))
+
+
+def draw_merger(rng: np.random.Generator, grid: Grid, galaxy: Galaxy) -> Array:
+    u, scale, own, young = rng.uniform, galaxy.radius / 1.678, rng.uniform(0.22, 0.34), rng.uniform(0, 0.6)
+    masses = 1.0, 10 ** u(-0.8, 0)
+    counts, sizes = (PARTICLES, int(PARTICLES * masses[1])), (1.0, math.sqrt(masses[1]))
+    q, r = np.linalg.qr(rng.normal(size=(3, 3, 3)))
+    *turns, view = q * np.sign(np.diagonal(r, axis1=1, axis2=2))[:, None]       # uniform over rotations and reflections
+    bodies, particles = models.encounter(rng, masses, (own, own * sizes[1]), turns, counts, u(-0.7, 3.5))
+    sky = np.concatenate((bodies, particles)) @ view[:, :2] * (scale / own)
     sky += galaxy.centre - sky[0] - u(0, 0.5) * (sky[1] - sky[0])
-    members = np.split(sky[2:], counts[:1])
-    smooth, knots, bulges = (np.zeros((grid.side, grid.side), np.float32) for _ in range(3))
-    for part, size, centre, stars in zip((1 / (1 + mass), mass / (1 + mass)), (1, math.sqrt(mass)), sky, members):
-        bulge, bright = u(0.15, 0.6), stars[: len(stars) // 40]     # star-forming regions
-        smooth += grid.add_points(stars, part * (1 - bulge) / len(stars))
-        knots += grid.add_points(bright, part * (1 - bulge) / len(bright))
-        plane = Plane(grid, (centre[0], centre[1]), u(0, math.pi), u(0.6, 1))
-        bulges += part * bulge * models.sersic(plane, 0.5 * scale * size, u(1.5, 4))
-    smooth, young = survey.smooth(smooth, 0.2 * scale / grid.step), u(0.2, 0.6)
-    old, blue = (colour[:, None, None] for colour in galaxy.colours(rng))
-    light = old * (bulges + (1 - young) * smooth) + blue * young * (0.8 * smooth + 0.2 * knots)
-    return light, math.acos(min(1, abs((view @ turns[0])[2, 2])))
+    parts, bulges = np.divide(masses, sum(masses)), u(0.15, 0.6, 2)
+    weights = np.repeat(parts * (1 - bulges) / counts, counts)
+    jitter = rng.normal(0, 0.2 * scale, (SMOOTHING, len(weights), 2))
+    stars = grid.add_points((sky[2:] + jitter).reshape(-1, 2), np.tile(weights / SMOOTHING, SMOOTHING))
+    knots = grid.add_points(sky[2::40], 40 * weights[::40])         # star-forming regions
+    old = (1 - young) * stars
+    for (x, y), size, light in zip(sky, sizes, parts * bulges):
+        old += light * models.sersic(Plane(grid, (x, y), u(0, math.pi), u(0.6, 1)), 0.5 * scale * size, u(1.5, 4))
+    return galaxy.light(rng, old, young * (0.8 * stars + 0.2 * knots))
 
 
-def draw(rng: np.random.Generator, label: int, camera: survey.Camera, limit: float) -> dict[str, Any]:
-    """Simulate an image of a galaxy of a class, with the entries of ``fields``, and its pixels uint8 [S, S, 3]."""
-    name, grid, width = NAMES[label], camera.grid, camera.size * camera.pixel
-    galaxy = draw_galaxy(rng, name in ("elliptical", "lenticular"), limit, (0.04 * width, 0.13 * width))
-    draws = {"elliptical": draw_smooth, "edge-on disc": draw_edge_on, "merger": draw_merger}
-    light, inclination = draws.get(name, partial(draw_disc, name=name))(rng, grid, galaxy)
-    light = light * camera.electrons(np.full(3, galaxy.magnitude, np.float32))[:, None, None]
-    field = survey.draw_field(camera, rng)
-    if name != "merger" and rng.random() < 0.15:        # a neighbour of the same group, or in front
-        distance, angle = galaxy.radius * rng.uniform(1.5, 4), rng.uniform(0, 2 * math.pi)
-        at = (distance * math.cos(angle), distance * math.sin(angle))
-        other = Galaxy(galaxy.magnitude + rng.uniform(0, 2), galaxy.radius * rng.uniform(0.4, 1), galaxy.redshift, at)
-        draw_other = (draw_smooth, partial(draw_disc, name=NAMES[2]), partial(draw_disc, name=NAMES[3]))[rng.integers(3)]
-        field += draw_other(rng, grid, other)[0] * camera.electrons(np.full(3, other.magnitude, np.float32))[:, None, None]
-    pixels = survey.colour_image(camera.expose(camera.blur(light + field), rng), camera)
-    image = np.frombuffer(survey.encode_png(pixels), np.uint8)
-    return {"bytes": len(image), "image": image, "label": label, "snr": camera.signal_to_noise(camera.blur(light[1], 1)),
-            "radius": survey.half_light_radius(grid, light[1]) / camera.seeing, "inclination": math.degrees(inclination),
-            "pixels": pixels}  # fmt: skip
+DRAW: dict[str, Callable[[np.random.Generator, Grid, Galaxy], Array]] = {
+    "elliptical": draw_elliptical, **{name: partial(draw_disc, name=name) for name in DISCS},
+    "edge-on disc": draw_edge_on, "merger": draw_merger,
+}  # fmt: skip
+NAMES = tuple(DRAW)
+FIELDS = images.image_fields(len(NAMES))
 
 
-# ---- simulate
+def draw_field(rng: np.random.Generator, camera: Camera) -> Array:
+    """Return a scene of stars and galaxies in front and behind, with the counts of high galactic latitude: per square degree
+    brighter than r = 22.5, 5,000 stars with slope 0.17 and 20,000 galaxies with slope 0.4 of log N per magnitude."""
+    grid, u = camera.grid, rng.uniform
+    width, scene = grid.side * grid.step, np.zeros((3, grid.side, grid.side), np.float32)
+    for density, slope, bluest in ((5000, 0.17, 1.4), (20000, 0.4, 1.1)):
+        for _ in range(rng.poisson(density * (width / 3600) ** 2)):
+            magnitude = max(14.5, FAINTEST - rng.exponential(1 / (slope * math.log(10))))
+            (x, y), blue = u(-width / 2, width / 2, 2), u(0.3, bluest)
+            if density == 5000:
+                light = grid.add_points(np.array([[x, y]]), np.ones(1))
+            else:
+                radius = 0.7 * 10 ** (0.1 * (21.5 - magnitude)) * rng.lognormal(0, 0.3)
+                light = models.sersic(Plane(grid, (x, y), u(0, math.pi), u(0.3, 1)), radius, rng.choice((1.0, 1.0, 3.0)))
+            scene += camera.electrons(magnitude + np.array((blue, 0.0, -0.45 * blue))) * light
+    return scene
 
 
 @dataclass(frozen=True)
@@ -207,65 +169,57 @@ class Recipe(command.Recipe):
     """The settings that determine the content of a simulated image, besides its index, and its split."""
 
     seed: int = command.seed()
-    size: int = option(64, "pixels per side", type=command.positive)
+    size: int = option(64, "pixels per side", type=command.within(32, 1024, int))
     width: float = option(33.5, "of an image in arcsec", metavar="X", type=command.within(10, 300))
     seeing: float = option(1.2, "mean FWHM of the point spread function in r, arcsec", metavar="X", type=command.within(0.1, 5))
     exposure: float = option(54.0, "seconds in each band", metavar="X", type=command.within(1, 1e5))
     limit: float = option(17.8, "magnitude of the faintest galaxy in r", metavar="X", type=command.within(15, 21))
-    balance: str = option("equal", "frequencies of classes: equal, or about those of a survey", choices=("equal", "natural"))
     rows: int = option(500, "images per file", type=command.positive)
     validation: float = command.fraction(0.1, "the images")
     test: float = command.fraction(0.1, "the images")
 
-    def mistakes(self) -> Iterator[str]:
-        if not 32 <= self.size <= 1024:
-            yield f"--size {self.size}: expected 32 to 1024"
-
-    def label(self, index: int) -> int:
-        """Return the class of an image. Equal frequencies: each block of images has every class once, in random order."""
-        if self.balance == "natural":
-            return int(self.generator(2, index).choice(len(CLASSES), p=list(CLASSES.values())))
-        block, place = divmod(index, len(CLASSES))
-        return int(self.generator(2, block).permutation(len(CLASSES))[place])
-
     def sample(self, index: int) -> dict[str, Any]:
-        rng = self.generator(1, index)
-        camera = survey.Camera(self.size, self.width / self.size, self.seeing * rng.lognormal(0, 0.1), self.exposure)
-        return draw(rng, self.label(index), camera, self.limit)
+        """Simulate an image, with the entries of ``FIELDS``, and its pixels uint8 [S, S, 3]."""
+        from PIL import Image
+
+        rng, name = self.generator(1, index), NAMES[label := index % len(NAMES)]
+        camera = Camera(self.size, self.width / self.size, self.seeing * rng.lognormal(0, 0.1), self.exposure)
+        galaxy = draw_galaxy(rng, name in ("elliptical", "lenticular"), self.limit, self.width)
+        scene = DRAW[name](rng, camera.grid, galaxy) * camera.electrons(galaxy.magnitude) + draw_field(rng, camera)
+        if name != "merger" and rng.random() < NEIGHBOURS:      # of the same group, or in front
+            distance, angle = galaxy.radius * rng.uniform(1, 4), rng.uniform(0, 2 * math.pi)
+            at = distance * math.cos(angle), distance * math.sin(angle)
+            other = Galaxy(galaxy.magnitude + rng.uniform(0, 2), galaxy.radius * rng.uniform(0.4, 1), galaxy.redshift, at)
+            scene += DRAW[NAMES[rng.integers(4)]](rng, camera.grid, other) * camera.electrons(other.magnitude)
+        pixels = camera.to_rgb(camera.expose(camera.blur(scene), rng))
+        Image.fromarray(np.ascontiguousarray(pixels)).save(file := io.BytesIO(), "PNG")
+        image = np.frombuffer(file.getvalue(), np.uint8)
+        return {"bytes": len(image), "image": image, "label": label, "pixels": pixels}
 
 
 def write_images(recipe: Recipe, samples: Sequence[int], path: Path) -> None:
-    attributes = {"classes": list(NAMES), "kind": "simulated", "samples": list(samples), "recipe": recipe.json_text}
-    store.write_rows(path, fields(), [recipe.sample(index) for index in samples], attributes)
+    store.write_rows(path, FIELDS, [recipe.sample(index) for index in samples], {"kind": "simulated", "samples": list(samples)})
 
 
 def simulate(options: argparse.Namespace) -> command.Plan:
     recipe = Recipe.from_options(options)
     members = recipe.numbers_by_split(options.samples)
     command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")
-    contents = store.Contents(fields())
-    jobs = [store.Job(options.out / split / f"images_{number:06d}.h5", partial(write_images, recipe, names), contents, len(names))
-            for split, items in members.items() for number, names in enumerate(command.batched(items, options.rows))]  # fmt: skip
+    contents = store.Contents(FIELDS)
+    jobs = [store.Job(options.out / split / f"images_{i:06d}.h5", partial(write_images, recipe, part), contents, len(part))
+            for split, items in members.items() for i, part in enumerate(command.batched(items, options.rows))]  # fmt: skip
     message = f"{options.samples} images of {recipe.size} x {recipe.size} pixels in {options.out}"
     return command.Plan(recipe, jobs, {"classes": list(NAMES)}, message)
 
 
-# ---- check
-
-
 def check_images(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the images of a simulation that differ from a new one by more than the rounding of another processor."""
-    from PIL import Image
-
-    recipe = prepared.simulation_settings(Recipe)
-    if recipe is None:
-        return
-    rows = command.subsample(prepared.locations, options.check_count)
-    for path, row in rows:
+    recipe = Recipe.from_options(argparse.Namespace(**prepared.recipe))
+    for path, row in (rows := command.subsample(prepared.locations, options.check_count)):
         with h5py.File(path, "r") as file:
-            stored, index = next(store.read_rows(file, fields(), row, row + 1)), file.attrs["samples"][row]
+            stored, index = next(store.read_rows(file, FIELDS, row, row + 1)), file.attrs["samples"][row]
         expected = recipe.sample(int(index))
-        difference = np.abs(np.asarray(Image.open(io.BytesIO(stored["image"].tobytes())), int) - expected["pixels"]).mean()
+        difference = np.abs(decode_image(stored["image"].tobytes(), str(path)).astype(int) - expected["pixels"]).mean()
         if stored["label"] != expected["label"] or difference > 0.1:
             yield f"{path}: row {row}: the image of class {stored['label']} differs from the simulation; make the file again"
     print(f"{len(rows)} images compared with new ones")

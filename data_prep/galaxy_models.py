@@ -1,10 +1,13 @@
-"""Light of galaxies on a grid of pixels: profiles, spiral arms, bars, rings, edge-on discs with dust, encounters of two discs.
+"""Light of galaxies on a grid of pixels, and a telescope: profiles, spiral arms, edge-on discs with dust, encounters, images.
 
-A map is the fraction of the light of a component in each pixel; without structure its sum over an infinite grid is 1.
+A map is the fraction of the light of a component in each pixel; without structure its sum over an infinite grid is 1. A scene is
+electrons in g, r, i, on finer pixels than those of the image, with a margin from which light is spread into it.
 
-P pixels per side of a grid   lengths in arcsec, angles in radians   R, phi polar coordinates in the plane of a disc"""
+S pixels per side of an image   P = OVERSAMPLE (S + 2 MARGIN), of a scene   lengths in arcsec, angles in radians
+R, phi polar coordinates in the plane of a disc"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,8 +18,16 @@ Array = NDArray[np.floating]
 Point = tuple[float, float]
 
 CORE, FINE = 5, 9                               # pixels around a centre, and points per side of each, where a profile is a cusp
-SOFTENING = 0.25                                # of the potentials of an encounter, in pericentres
-DUST = np.array((1.43, 1.0, 0.74), np.float32)  # extinction in g, r, i relative to r (Cardelli et al. 1989, R_V = 3.1)
+SOFTENING, STEP = 0.25, 0.1                     # of the potentials of an encounter, in pericentres; of time
+DUST = np.array((1.43, 1.0, 0.74), np.float32)[:, None, None]   # extinction relative to r (Cardelli et al. 1989, R_V = 3.1)
+ZERO_POINT = np.array((25.9, 25.7, 25.3), np.float32)     # magnitude of 1 electron/s; as of SDSS (York et al. 2000)
+SKY = np.array((21.9, 20.9, 20.2), np.float32)            # magnitudes per square arcsec
+WAVELENGTH = np.array((0.477, 0.623, 0.763), np.float32)  # micrometres
+READ_NOISE = 6.0                                          # electrons per pixel
+OVERSAMPLE, MARGIN = 2, 8                                 # pixels of a scene per pixel of the image; pixels of the image
+MOFFAT_BETA = 3.0
+BALANCE = np.array((1.5, 1.0, 0.8), np.float32)           # of blue, green, red light in a colour image
+SOFTNESS, BRIGHTNESS = 6.0, 0.07                          # Q and alpha of Lupton et al. 2004, flux in units of the noise of the sky
 
 
 @dataclass(frozen=True)
@@ -30,18 +41,12 @@ class Grid:
     def axis(self) -> Array:
         return ((np.arange(self.side) - (self.side - 1) / 2) * self.step).astype(np.float32)
 
-    def add_points(self, points: Array, weights: Array | float) -> Array:
-        """Return a map of point sources, each spread over four pixels.   Shape: points [n, 2] (x, y)"""
-        at = points / self.step + (self.side - 1) / 2
-        low = np.floor(at).astype(int)
-        part, result = at - low, np.zeros((self.side + 1) ** 2)
-        for x, y in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            share = weights * np.abs(1 - x - part[:, 0]) * np.abs(1 - y - part[:, 1])
-            column, row = low[:, 0] + x, low[:, 1] + y
-            inside = (np.minimum(column, row) >= 0) & (np.maximum(column, row) < self.side)
-            index = np.where(inside, row * (self.side + 1) + column, self.side)     # a cell beyond the last column
-            result += np.bincount(index, share, len(result))
-        return result.reshape(self.side + 1, -1)[:-1, :-1].astype(np.float32)
+    def add_points(self, points: Array, weights: Array) -> Array:
+        """Return a map of point sources, each in one pixel.   Shape: points [n, 2] (x, y), weights [n]"""
+        column, row = np.floor(points / self.step + self.side / 2).astype(int).T
+        inside = (np.minimum(column, row) >= 0) & (np.maximum(column, row) < self.side)
+        light = np.bincount((row * self.side + column)[inside], weights[inside], self.side**2)
+        return light.reshape(self.side, self.side).astype(float, copy=False)
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,6 @@ class Plane:
         x, y = x - self.centre[0], y - self.centre[1]
         return cosine * x + sine * y, (cosine * y - sine * x) / self.ratio
 
-    def to_sky(self, points: Array) -> Array:
-        """Return the positions (x, y) of points of the plane.   Shape: [n, 2]"""
-        cosine, sine = math.cos(self.angle), math.sin(self.angle)
-        x, y = points[:, 0], points[:, 1] * self.ratio
-        return np.stack((cosine * x - sine * y, sine * x + cosine * y), 1) + self.centre
-
     @cached_property
     def coordinates(self) -> tuple[Array, Array]:
         return self.project(self.grid.axis[None, :], self.grid.axis[:, None])
@@ -81,15 +80,10 @@ def axis_ratio(inclination: float, thickness: float) -> float:
     return math.hypot(math.cos(inclination), thickness * math.sin(inclination))
 
 
-def sersic_b(n: float) -> float:
-    """Return b with half of the light within the effective radius (Ciotti and Bertin 1999, equation 18), for n of 0.5 or more."""
-    return 2 * n - 1 / 3 + 4 / (405 * n) + 46 / (25515 * n**2) + 131 / (1148175 * n**3) - 2194697 / (30690717750 * n**4)
-
-
 def sersic(plane: Plane, radius: float, n: float) -> Array:
     """Return a map of exp(-b (R / radius)^(1/n)); n = 1 is an exponential disc, n = 4 de Vaucouleurs' law. ``radius`` is the
-    half-light radius along the major axis."""
-    grid, b = plane.grid, sersic_b(n)
+    half-light radius along the major axis; b is from Ciotti and Bertin 1999, for n of 0.5 or more."""
+    grid, b = plane.grid, 2 * n - 1 / 3 + 4 / (405 * n) + 46 / (25515 * n**2) + 131 / (1148175 * n**3)
     total = 2 * math.pi * n * radius**2 * plane.ratio * b ** (-2 * n) * math.gamma(2 * n)
 
     def profile(x: Array, y: Array) -> Array:
@@ -97,100 +91,54 @@ def sersic(plane: Plane, radius: float, n: float) -> Array:
 
     light = profile(*plane.coordinates)
     fine = ((np.arange(FINE) + 0.5) / FINE - 0.5) * grid.step
-    begin = [int(np.clip(round(x / grid.step + (grid.side - CORE) / 2), 0, grid.side - CORE)) for x in plane.centre]
-    x, y = ((grid.axis[first : first + CORE, None] + fine).ravel() for first in begin)
-    core = profile(*plane.project(x[None, :], y[:, None])).reshape(CORE, FINE, CORE, FINE).mean((1, 3))
-    light[begin[1] : begin[1] + CORE, begin[0] : begin[0] + CORE] = core
+    column, row = (int(np.clip(round(x / grid.step + (grid.side - CORE) / 2), 0, grid.side - CORE)) for x in plane.centre)
+    x, y = ((grid.axis[first : first + CORE, None] + fine).ravel() for first in (column, row))
+    core = profile(*plane.project(x[None, :], y[:, None])).reshape(CORE, FINE, CORE, FINE)
+    light[row : row + CORE, column : column + CORE] = core.mean((1, 3))
     return light
 
 
-def bar(plane: Plane, length: float, ratio: float, angle: float, boxiness: float = 3.0) -> Array:
-    """Return a map of a bar in a disc: (1 - m^2)^2 (Ferrers 1877) within m = 1, a generalised ellipse (Athanassoula et al. 1990)
-    of semi-axis ``length`` and exponent ``boxiness``. ``angle`` is from the line of nodes."""
-    (x, y), c = plane.coordinates, boxiness
-    along, across = math.cos(angle) * x + math.sin(angle) * y, math.cos(angle) * y - math.sin(angle) * x
-    m = (np.abs(along / length) ** c + np.abs(across / (ratio * length)) ** c) ** (1 / c)
-    area = 4 * ratio * length**2 * plane.ratio * math.gamma(1 + 1 / c) ** 2 / math.gamma(1 + 2 / c)
-    return np.clip(1 - m * m, 0, None) ** 2 * (3 * plane.grid.step**2 / area)
+def bar(plane: Plane, length: float, ratio: float, angle: float) -> Array:
+    """Return a map of a bar in a disc: (1 - m^2)^2 (Ferrers 1877) within m = 1, an ellipse of semi-axis ``length``. ``angle`` is
+    from the line of nodes."""
+    radius, phi = plane.polar
+    square = (radius / length) ** 2 * (np.cos(phi - angle) ** 2 + np.sin(phi - angle) ** 2 / ratio**2)
+    return np.clip(1 - square, 0, None) ** 2 * (3 * plane.grid.step**2 / (math.pi * ratio * length**2 * plane.ratio))
 
 
 def ring(plane: Plane, radius: float, width: float) -> Array:
-    """Return a map of a ring in a disc, Gaussian in R with standard deviation ``width``, which is much less than ``radius``."""
+    """Return a map of a ring in a disc, Gaussian in R with standard deviation ``width``, much less than ``radius``."""
     light = np.exp(-0.5 * ((plane.polar[0] - radius) / width) ** 2)
     return light * (plane.grid.step**2 / (plane.ratio * radius * width * (2 * math.pi) ** 1.5))
 
 
-# ---- spiral arms
+def spiral_arms(plane: Plane, number: int, pitch: float, phase: float, start: float, sharpness: float) -> Array:
+    """Return the factor of the light of a disc, of mean 1 over phi, by arms phi = phase + ln(R / start) / tan(pitch), from about
+    ``start`` outwards. The profile across an arm is a von Mises function of concentration ``sharpness``."""
+    radius, phi = plane.polar
+    crest = phase + np.log(radius / start) / math.tan(pitch)
+    wave = np.exp(sharpness * np.cos(number * (phi - crest))) / float(np.i0(sharpness))
+    return 1 + (wave - 1) / (1 + (start / radius) ** 4)
 
 
-@dataclass(frozen=True)
-class Arms:
-    """Logarithmic spirals phi = phase + ln(R / start) / tan(pitch), from about ``start`` outwards. The profile across an arm is a
-    von Mises function of concentration ``sharpness``."""
-
-    number: int
-    pitch: float                                # negative: the other sense
-    phase: float
-    start: float
-    sharpness: float
-
-    def crests(self, radius: Array) -> Array:
-        return self.phase + np.log(radius / self.start) / math.tan(self.pitch)
-
-    def modulation(self, plane: Plane, lag: float = 0.0) -> Array:
-        """Return the factor of the light of a disc, whose mean over phi is 1. Arms that ``lag`` are nearer to the
-        centre."""
-        radius, phi = plane.polar
-        weight = (r := (radius / self.start) ** 4) / (1 + r)
-        wave = np.exp(self.sharpness * (np.cos(self.number * (phi - self.crests(radius)) - math.copysign(lag, self.pitch)) - 1))
-        return 1 + weight * (wave / (float(np.i0(self.sharpness)) * math.exp(-self.sharpness)) - 1)
-
-    def knots(self, rng: np.random.Generator, count: int, scale: float) -> Array:
-        """Return positions of star-forming regions of an exponential disc, along the arms.   Shape: [count, 2]"""
-        radius = np.maximum(rng.gamma(2, scale, count), 0.8 * self.start)
-        phi = self.crests(radius) + (rng.integers(self.number, size=count) * 2 * math.pi + rng.normal(0, 0.5, count)) / self.number
-        return np.stack((radius * np.cos(phi), radius * np.sin(phi)), 1)
-
-    def flocculence(self, plane: Plane, rng: np.random.Generator, strength: float, waves: int = 8) -> Array:
-        """Return a lognormal factor of mean about 1: short segments of spirals of the same pitch (Elmegreen 1981)."""
-        radius, phi = plane.polar
-        along, total = phi - self.crests(radius), np.zeros_like(radius)
-        logarithm = np.log(radius / self.start)
-        for m, k, theta in zip(rng.integers(2, 12, waves), rng.normal(0, 5, waves), rng.uniform(0, 2 * math.pi, waves)):
-            total += np.cos(np.float32(m) * along + np.float32(k) * logarithm + np.float32(theta))
-        return np.exp(strength * math.sqrt(2 / waves) * total - strength**2 / 2)
+def edge_on_disc(plane: Plane, inclination: float, scale: float, height: float) -> Array:
+    """Return a map of the disc exp(-R / scale) sech^2(z / height) (van der Kruit and Searle 1981) at an inclination near pi / 2.
+    Within 2.5 %, sqrt(1 + pi x / 2) exp(-x) is their x K1(x). The height grows by the second moment of the inclined disc."""
+    x, y = np.abs(plane.coordinates)
+    height = math.hypot(height * math.sin(inclination), 6 / math.pi * scale * math.cos(inclination))
+    fall = np.exp(-2 / height * y)
+    light = np.sqrt(1 + math.pi / 2 / scale * x) * np.exp(-x / scale) * 4 * fall / (1 + fall) ** 2
+    return light * (plane.grid.step**2 / (2 * math.pi * scale * height))
 
 
-# ---- edge-on discs
-
-
-def thick_disc(
-    plane: Plane, inclination: float, scale: float, height: float, dust: tuple[float, float, float], samples: int = 32,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Return the light in g, r, i of the disc exp(-R / scale) sech^2(z / height) within dust, without scattering, and what the
-    dust leaves of a source in the middle (van der Kruit and Searle 1981; Xilouris et al. 1999). ``plane`` has ratio 1; ``dust``
-    is the optical depth in r through the centre of the face-on disc, and the scales of exp(-R / l - |z| / h).   Shape: [3, P, P]"""
-    depth, dust_scale, dust_height = dust
-    cosine, sine, step = math.cos(inclination), math.sin(inclination), plane.grid.step
+def dust_lane(plane: Plane, inclination: float, depth: float, scale: float, height: float) -> Array:
+    """Return what dust of density exp(-R / scale - |z| / height) leaves of light that is mixed with it (Disney et al. 1989), at an
+    inclination near pi / 2. ``depth`` is the optical depth in r through the centre of the face-on disc.   Shape: [3, P, P]"""
     x, y = plane.coordinates
-    seen = (np.abs(y) < 7 * scale * cosine + 4 * height) & (np.abs(x) < 8 * scale)
-    x, y = x[seen][:, None], y[seen][:, None]
-    # Samples lie densely where the line of sight crosses the plane, nearest to the observer first.
-    t = np.linspace(-1, 1, samples, dtype=np.float32)
-    s, ds = 6 * scale * (0.3 * t + 0.7 * t**3), 6 * scale * (0.3 + 2.1 * t**2) * (t[1] - t[0])
-    radius, z = np.hypot(x, y * cosine + s * sine), np.abs(y * sine - s * cosine)
-    fall = np.exp(-2 * z / height)
-    emission = np.exp(-radius / scale) * (4 * fall / (1 + fall) ** 2) * (ds * step**2 / (4 * math.pi * scale**2 * height))
-    opacity = np.exp(-radius / dust_scale - z / dust_height) * (ds * depth / (2 * dust_height))
-    before = np.cumsum(opacity, 1) - opacity / 2
-    light, left = np.zeros((3, *seen.shape), np.float32), np.ones((3, *seen.shape), np.float32)
-    for band, extinction in enumerate(DUST):
-        light[band, seen] = (emission * np.exp(-extinction * before)).sum(1)
-        left[band, seen] = (1 + np.exp(-extinction * opacity.sum(1))) / 2
-    return light, left
-
-
-# ---- encounters
+    shift = scale * math.cos(inclination)       # dust in front of the middle is on the near side
+    apparent = math.hypot(height * math.sin(inclination), shift)
+    tau = DUST * (depth * scale / apparent * np.exp(-np.abs(x) / scale - np.abs(y - shift) / apparent) + 1e-6)
+    return -np.expm1(-tau) / tau
 
 
 def parabola(times: Array, mass: float) -> Array:
@@ -202,38 +150,80 @@ def parabola(times: Array, mass: float) -> Array:
     return np.stack((1 - d * d, 2 * d, np.zeros_like(d)), -1)
 
 
-def rotation(rng: np.random.Generator) -> Array:
-    """Return a random rotation, uniform over all.   Shape: [3, 3]"""
-    q, r = np.linalg.qr(rng.normal(size=(3, 3)))
-    q *= np.sign(np.diag(r))
-    return q * np.sign(np.linalg.det(q))
-
-
 def encounter(
-    rng: np.random.Generator, mass: float, scales: tuple[float, float], turns: tuple[Array, Array], counts: tuple[int, int],
-    end: float, step: float = 0.1,
+    rng: np.random.Generator, masses: Point, scales: Point, turns: Sequence[Array], counts: tuple[int, int], end: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Return bodies and disc particles of two galaxies at time ``end`` after pericentre (Toomre and Toomre 1972): test particles,
-    first on circular orbits in discs of orientations ``turns``, in the potentials of two bodies of masses 1 and ``mass``.
-
-    Lengths are in pericentres. ``scales`` are those of the exponential discs.   Shape: [2, 3], [sum(counts), 3]"""
-    times = np.arange(2 * round((end + 4) / step) + 1) * (step / 2) - 4
-    apart = parabola(times, 1 + mass) / (1 + mass)
-    track = np.stack((-mass * apart, apart), 1).astype(np.float32)
-    speed = (track[2] - track[0]) / step
+    first on circular orbits in exponential discs of orientations ``turns``, in the potentials of two bodies. Lengths are in
+    pericentres, G = 1.   Shape: [2, 3], [sum(counts), 3]"""
+    times = np.arange(2 * round((end + 4) / STEP) + 1) * (STEP / 2) - 4
+    apart = parabola(times, sum(masses)) / sum(masses)
+    track = np.stack((-masses[1] * apart, masses[0] * apart), 1).astype(np.float32)
+    speed = (track[2] - track[0]) / STEP
     position, velocity = [], []
-    for body, (own, scale, turn, count) in enumerate(zip((1.0, mass), scales, turns, counts)):
-        radius = np.minimum(rng.gamma(2, scale, count), 4.5 * scale)
-        angle = rng.uniform(0, 2 * math.pi, count)
-        rate = np.sqrt(own) * (radius**2 + SOFTENING**2) ** -0.75
-        cosine, sine = radius * np.cos(angle), radius * np.sin(angle)
-        position.append(np.stack((cosine, sine, rng.normal(0, 0.08 * scale, count)), 1) @ turn.T + track[0, body])
-        velocity.append(np.stack((-rate * sine, rate * cosine, np.zeros(count)), 1) @ turn.T + speed[body])
+    for body, (mass, scale, turn, count) in enumerate(zip(masses, scales, turns, counts)):
+        radius, angle = np.minimum(rng.gamma(2, scale, count), 4.5 * scale), rng.uniform(0, 2 * math.pi, count)
+        rate = np.sqrt(mass) * (radius**2 + SOFTENING**2) ** -0.75
+        disc = np.stack((radius * np.cos(angle), radius * np.sin(angle), np.zeros(count)), 1)
+        position.append(disc @ turn.T + track[0, body])
+        velocity.append(rate[:, None] * np.cross((0, 0, 1), disc) @ turn.T + speed[body])
     x, v = np.concatenate(position).T.astype(np.float32), np.concatenate(velocity).T.astype(np.float32)
     for bodies in track[1::2]:                  # leapfrog: drift, kick, drift
-        x += (step / 2) * v
-        for own, body in zip((1.0, mass), bodies):
+        x += STEP / 2 * v
+        for mass, body in zip(masses, bodies):
             d = x - body[:, None]
-            v -= (step * own) * d * (d[0] ** 2 + d[1] ** 2 + d[2] ** 2 + np.float32(SOFTENING**2)) ** np.float32(-1.5)
-        x += (step / 2) * v
+            v -= STEP * mass * d * (d[0] ** 2 + d[1] ** 2 + d[2] ** 2 + np.float32(SOFTENING**2)) ** np.float32(-1.5)
+        x += STEP / 2 * v
     return track[-1], x.T
+
+
+@dataclass(frozen=True)
+class Camera:
+    """Pixels per side of an image, their width and the seeing (FWHM in r) in arcsec, exposure in s."""
+
+    size: int
+    pixel: float
+    seeing: float
+    exposure: float
+
+    @cached_property
+    def grid(self) -> Grid:
+        return Grid(OVERSAMPLE * (self.size + 2 * MARGIN), self.pixel / OVERSAMPLE)
+
+    def electrons(self, magnitude: Array | float) -> Array:
+        """Return the electrons of magnitudes in g, r, i.   Shape: [3, 1, 1]"""
+        return (self.exposure * 10 ** (0.4 * (ZERO_POINT - magnitude)))[:, None, None]
+
+    @cached_property
+    def sky(self) -> Array:
+        """Electrons per pixel.   Shape: [3, 1, 1]"""
+        return self.electrons(SKY) * self.pixel**2
+
+    @cached_property
+    def psf_spectrum(self) -> NDArray[np.complexfloating]:
+        """Fourier transform of Moffat's function of beta 3, wider at short wavelengths (Kolmogorov).   Shape: [3, P, P / 2 + 1]"""
+        fwhm = self.seeing * (WAVELENGTH / WAVELENGTH[1]) ** -0.2
+        width = (fwhm / (2 * math.sqrt(2 ** (1 / MOFFAT_BETA) - 1)))[:, None, None]
+        square = np.fft.ifftshift(self.grid.axis - self.grid.step / 2) ** 2
+        psf = (1 + (square[:, None] + square) / width**2) ** np.float32(-MOFFAT_BETA)
+        return np.fft.rfft2(psf / psf.sum((1, 2), keepdims=True, dtype=float))
+
+    def blur(self, scene: Array) -> Array:
+        """Convolve a scene with the point spread function, and integrate it over pixels.   Shape: [3, P, P] -> [3, S, S]"""
+        spectrum = self.psf_spectrum * np.fft.rfft2(scene.astype(float, copy=False))    # faster than in single precision
+        inside = slice(OVERSAMPLE * MARGIN, -OVERSAMPLE * MARGIN)
+        blurred = np.fft.irfft2(spectrum, s=scene.shape[-2:])[:, inside, inside]
+        return blurred.reshape(3, self.size, OVERSAMPLE, self.size, OVERSAMPLE).sum((2, 4))
+
+    def expose(self, image: Array, rng: np.random.Generator) -> Array:
+        """Return an image with photon and read noise, less the mean sky, in electrons.   Shape: [3, S, S]"""
+        return rng.poisson(np.maximum(image, 0) + self.sky) + rng.normal(0, READ_NOISE, image.shape) - self.sky
+
+    def to_rgb(self, image: Array) -> NDArray[np.uint8]:
+        """Return i, r, g as red, green, blue by the asinh stretch of Lupton et al. 2004.   Shape: [3, S, S] -> [S, S, 3]"""
+        noise = math.sqrt(float(self.sky[1, 0, 0]) + READ_NOISE**2)
+        relative = image * (10 ** (0.4 * (ZERO_POINT[1] - ZERO_POINT)) * BALANCE / noise)[:, None, None]
+        mean = np.maximum(relative.mean(0), 1e-6)
+        colours = 0.06 + relative * np.arcsinh(BRIGHTNESS * SOFTNESS * mean) / (SOFTNESS * mean)
+        colours /= np.maximum(colours.max(0), 1)
+        return np.rint(255 * np.clip(colours, 0, 1)).astype(np.uint8)[::-1].transpose(1, 2, 0)

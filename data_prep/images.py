@@ -93,16 +93,14 @@ def list_tar(shard: Shard, skip_bad: bool) -> dict[str, Any]:
     return {"entries": entries, "refused": [*listing["refused"], *skipped]}
 
 
-def list_entries(
-    shards: Sequence[Shard], folder: Path, options: argparse.Namespace, skipped: store.Skipped,
-) -> list[tuple[Shard, list[Entry]]]:  # fmt: skip
+def list_entries(shards: Sequence[Shard], folder: Path, workers: int, skipped: store.Skipped) -> list[tuple[Shard, list[Entry]]]:
     """Return the samples of a split, with their classes, in the order in which they are written."""
     if shards[0].names:
         names = sorted((name for shard in shards for name in shard.names), key=lambda name: (name_hash(name), name))
         shard = Shard(shards[0].path, ("",))    # pickled with each job
         return [(shard, [{"name": name, "caption": False, "class": name.rpartition("/")[0].partition("/")[0]} for name in names])]
-    tasks = {folder / f"{number:06d}.json": partial(list_tar, shard, options.skip_bad) for number, shard in enumerate(shards)}
-    listings = list(store.all_gather_results(tasks, options.workers, "tar files"))
+    tasks = {folder / f"{number:06d}.json": partial(list_tar, shard, skipped.skip_bad) for number, shard in enumerate(shards)}
+    listings = list(store.all_gather_results(tasks, workers, "tar files"))
     for where, reason in (item for listing in listings for item in listing["refused"]):
         with skipped.catch(where):              # of an earlier run, which skipped it
             raise DataError(f"{where}: {reason}")
@@ -137,7 +135,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     recipe = {"kind": "convert", **settings.json_dict, "sources": {split: command.fingerprint(x) for split, x in sources.items()}}
     store.claim_folder(out, recipe)
     work = out / store.WORK / command.digest([*recipe["sources"].values()])
-    listed = {split: list_entries(shards, work / split, options, skipped) for split, shards in splits.items()}
+    listed = {split: list_entries(shards, work / split, options.workers, skipped) for split, shards in splits.items()}
     names = class_names([entry for _, entries in listed["train"] for entry in entries], not splits["train"][0].names)
     labels, batches = {name: label for label, name in enumerate(names)}, dict[str, list[tuple[Shard, tuple[Entry, ...]]]]()
     for split, shard, entries in ((split, *group) for split, groups in listed.items() for group in groups):
@@ -154,8 +152,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
             batches.setdefault(own, []).extend((shard, batch) for batch in command.batched(some, settings.rows))
     if missing := {"train", *(["validation"] if fraction else [])} - batches.keys():
         raise DataError(f"{root}: no image for {missing.pop()}; give more, or change --validation {store.count_by_reason(skipped)}")
-    contents = store.Contents(image_fields(len(names)))
-    write = partial(write_images, len(names), options.skip_bad)
+    contents, write = store.Contents(image_fields(len(names))), partial(write_images, len(names), options.skip_bad)
     jobs = [store.Job(out / split / f"images_{number:06d}.h5", partial(write, *item), contents, len(item[1]))
             for split, some in batches.items() for number, item in enumerate(some)]  # fmt: skip
     message = f"{sum(job.rows or 0 for job in jobs)} images of {len(names)} classes in {root}, for {', '.join(batches)}"

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from apps.resnet.data import Images, build_loader, open_rows
 from apps.resnet.settings import Config
 from hpcai.cli.benchmarks import Enabled, Switch, Workload, swap_classes
+from hpcai.data.splits import Samples, make_loader, open_split
 from hpcai.dist import Mesh
 from hpcai.models.resnet import Batch, ResNet, loss, parallelize, score
 from hpcai.nn import BatchNorm, Conv2d
@@ -41,7 +41,14 @@ class Benchmark(Workload):
         return pixels, np.int32(random.integers(cfg.model.outputs))
 
     def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        return build_loader(Images(open_rows(cfg, split, mesh), cfg, True), cfg.data.batch, cfg, mesh, **kwargs)
+        fields: Any = {"image": ("uint8", (None, None, 3)), "label": ("int32", ())}
+        rows = open_split(cfg.data.directory / split, fields, "", cfg.data, mesh)
+        return make_loader(_Decoded(rows), cfg.data.batch, cfg.data, mesh, **kwargs)
+
+
+class _Decoded(Samples):
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+        return Batch(**values)
 
 
 class _ReferenceNorm(BatchNorm):

@@ -31,7 +31,7 @@ class Classes:
     images: np.ndarray                                   # [N, H, W, 3]
     true: np.ndarray                                     # [N]
     raw: np.ndarray                                      # [N, K]
-    calibrated: np.ndarray                               # [N/2, K] of every other image, with the temperature of the rest
+    calibrated: np.ndarray                               # [N, K] each half with the temperature of the other
     temperature: float
 
     @property
@@ -42,9 +42,8 @@ class Classes:
         return float((self.predicted == self.true).mean())
 
     def errors(self) -> list[float]:
-        """Return the expected calibration error of every other image, as predicted and calibrated."""
-        true = torch.from_numpy(self.true[1::2])
-        return [calibration_error(torch.from_numpy(p), true) for p in (self.raw[1::2], self.calibrated)]
+        """Return the expected calibration error, as predicted and calibrated."""
+        return [calibration_error(torch.from_numpy(p), torch.from_numpy(self.true)) for p in (self.raw, self.calibrated)]
 
 
 def read(path: Path) -> Classes:
@@ -52,9 +51,11 @@ def read(path: Path) -> Classes:
     logits, true = torch.from_numpy(content["logits"].astype(float)), torch.from_numpy(content["true"].astype(np.int64))
     if len(true) < 2 or not torch.isfinite(logits).all():
         raise DataError(f"{len(true)} images, expected two or more with finite logits")
-    temperature = fit_temperature(logits[::2], true[::2])
-    raw, calibrated = logits.softmax(1).numpy(), (logits[1::2] / temperature).softmax(1).numpy()
-    return Classes(content["classes"].tolist(), content["image"].astype(np.uint8), true.numpy(), raw, calibrated, temperature)
+    scaled = logits.clone()
+    for half, other in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
+        scaled[half] /= fit_temperature(logits[other], true[other])
+    raw, calibrated, names = logits.softmax(1).numpy(), scaled.softmax(1).numpy(), content["classes"].tolist()
+    return Classes(names, content["image"].astype(np.uint8), true.numpy(), raw, calibrated, fit_temperature(logits, true))
 
 
 def classes(results: Classes) -> list[str]:
@@ -62,15 +63,16 @@ def classes(results: Classes) -> list[str]:
 
 
 def caption(results: Classes) -> str:
-    return (f"{len(results.true):,} validation images. The temperature of the calibration is fitted to every second image, and its"
-            " effect measured on the others: a probability of 80 % should be right 80 times in 100.")
+    return (f"{len(results.true):,} validation images. A probability of 80 % should be right 80 times in 100. Calibration divides"
+            " the logits by a temperature; each half of the images has the one that was fitted to the other half.")
 
 
 def finding(results: Classes) -> Finding:
     most = float(np.bincount(results.true).max() / len(results.true))
     number, (before, after) = f"{format_measured(100 * results.accuracy())} %", results.errors()
     text = f"{number} of unseen images are classified correctly, {format_measured(100 * most)} % are of the most frequent class; "
-    text += f"probabilities are wrong by {format_measured(100 * after)} points ({format_measured(100 * before)} before calibration)."
+    text += f"the probability of a prediction is off by {format_measured(100 * before)} points, "
+    text += f"by {format_measured(100 * after)} with a temperature."
     return Finding(text, number, "correctly classified images; higher is better")
 
 
@@ -82,7 +84,7 @@ def draw(results: Classes, theme: Theme) -> list[Figure]:
 def _draw_images(results: Classes, theme: Theme) -> Figure:
     count = min(DRAWN, len(results.true))
     rows = -(-count // COLUMNS)
-    figure = Figure(figsize=(WIDTH, rows * (WIDTH / COLUMNS + 0.5)))
+    figure = Figure(figsize=(WIDTH, rows * (WIDTH / COLUMNS + 0.45)))
     for n, axes in enumerate(figure.subplots(rows, COLUMNS, squeeze=False).flat):
         hide_axes(axes)
         if n >= count:
@@ -90,27 +92,26 @@ def _draw_images(results: Classes, theme: Theme) -> Figure:
             continue
         guess, true = results.predicted[n], results.true[n]
         axes.imshow(results.images[n])
-        title = f"{results.names[guess]} {100 * results.raw[n, guess]:.0f} %"
-        if guess != true:
-            title += f"\nnot {results.names[true]}"
+        title = f"{results.names[guess]}\n{100 * results.raw[n, guess]:.0f} %"
+        title += "" if guess == true else f", not\n{results.names[true]}"
         axes.set_title(escape_mathtext(title), fontsize=7, color=theme.ink if guess == true else theme.second)
     return figure
 
 
 def _draw_reliability(results: Classes, theme: Theme) -> Figure:
     figure = Figure(figsize=(WIDTH, WIDTH * 0.75))
-    axes, before_after, true = figure.subplots(), results.errors(), results.true[1::2]
+    axes, before_after = figure.subplots(), results.errors()
     axes.plot([0, 1], [0, 1], color=theme.ink, linewidth=1, label="perfect")
     lines = (("predicted", theme.second), (f"with temperature {results.temperature:.2f}", theme.main))
-    for p, error, (name, color) in zip((results.raw[1::2], results.calibrated), before_after, lines):
-        confidence, correct = p.max(1), p.argmax(1) == true
+    for p, error, (name, color) in zip((results.raw, results.calibrated), before_after, lines):
+        confidence, correct = p.max(1), p.argmax(1) == results.true
         bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
         filled = [k for k in range(BINS) if (bins == k).any()]
         x, y = ([values[bins == k].mean() for k in filled] for values in (confidence, correct))
         axes.plot(x, y, marker="o", markersize=4, color=color, label=f"{name}: error {100 * error:.1f} points")
     axes.set(xlabel="probability of the predicted class", ylabel="fraction of correct ones", xlim=(0, 1.02), ylim=(0, 1.02))
     axes.legend(loc="upper left", fontsize=8)
-    panel_title(axes, "Calibration", f"{len(true):,} images", theme)
+    panel_title(axes, "Calibration", f"{len(results.true):,} images", theme)
     return figure
 
 
@@ -143,5 +144,8 @@ def table(results: Classes) -> Table:
     counts = _confusion(results)
     right, true, predicted = np.diagonal(counts), counts.sum(1), counts.sum(0)
     order = np.argsort(right / np.maximum(true, 1), kind="stable")[:MAX_CLASSES]
-    rows = [(results.names[k], f"{true[k]:,}", *(f"{right[k] / n:.3f}" if n else "-" for n in (true[k], predicted[k]))) for k in order]
-    return Table("Classes", "those with the lowest recall first", ("", "images", "recall", "precision"), rows)
+    rows = []
+    for k in order:
+        recall, precision = (f"{right[k] / count:.3f}" if count else "-" for count in (true[k], predicted[k]))
+        rows.append((results.names[k], f"{true[k]:,}", recall, precision))
+    return Table("Classes", "Those with the lowest recall first.", ("", "images", "recall", "precision"), rows)

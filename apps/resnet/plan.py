@@ -8,6 +8,7 @@ _TRAIN, _VALIDATION = 1_281_167, 50_000
 
 class Plan(PlannedTraining):
     workload, yaml, max_samples = Benchmark(), "node.yaml", 400
-    samples = {batch: epochs * _TRAIN for batch, epochs in ((3264, 35), (4096, 40), (57_344, 72))}
-    source = "reference convergence of MLPerf Training v4.0"
+    epochs = {1632: 35, 3200: 35, 3264: 35, 4096: 40, 8192: 42, 13_056: 46, 32_768: 56, 49_152: 68, 57_344: 78, 65_536: 85}
+    samples = {batch: count * _TRAIN for batch, count in epochs.items()}
+    source = "MLPerf Training v4.0: reference convergence, and NVIDIA's runs at 3,200 and 57,344"
     evaluation = Evaluation(samples=_VALIDATION, every=4 * _TRAIN, cost=1 / 3)  # forward only

@@ -34,7 +34,7 @@ DEEPCAM = App(  # 12 training and 6 validation maps
 )  # fmt: skip
 RESNET = App(  # 12 training and 6 validation galaxies of 32 x 32 pixels
     "resnet",
-    simulator("galaxies", "18 --size 32 --validation 0.34 --test 0 --rows 6"),
+    simulator("galaxies", "--samples 18 --size 32 --validation 0.34 --test 0 --rows 6"),
     ["model.layers=[1,1,1,1]", "model.base_width=4", "model.size=32", "model.resize=32", "data.batch=4", "data.evaluation_batch=4",
      "train.report_every=1", "train.epochs=2", "train.evaluate_every=1", "train.evaluate_from=null", "step.precision=fp32",
      "data.pictures=4", "step.schedule.decay=none", "step.schedule.warmup=0"],

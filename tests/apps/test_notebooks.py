@@ -30,6 +30,7 @@ SHORT: dict[str, Names] = {
     "llm": {"FILES": 3, "HELD_OUT": 1, "VOCABULARY": 400, "STEPS": 2, "BATCH": 2, "TOKENS": 64, "WIDTH": 32},
     "opencatalyst": {"TRAINING": 8, "HELD_OUT": 4, "STEPS": 2, "BATCH": 4, "WIDTH": 16, "GRID": 2, "RELAX": 2},
     "openfold": {"RELATIVES": 2, "RESIDUES": 24, "ROWS": 16, "STEPS": 2},
+    "resnet": {"GALAXIES": 16, "HELD_OUT": 0.5, "STEPS": 2, "BATCH": 4},
     "unet3d": {"PATIENTS": 5, "HELD_OUT": 0.4, "STEPS": 2, "BATCH": 1, "FILTERS": (4, 6, 8)},
 }
 
@@ -42,6 +43,7 @@ IS_TRAINED: dict[str, Callable[[Names], bool]] = {
     "llm": lambda names: names["bits"]["this model"] < 0.75 * names["bits"]["tokens by their frequency"] and names["correct"] >= 4,
     "opencatalyst": lambda names: names["scores"]["force_mae"] < 0.4 * names["scores"]["force_zero"] and names["correlation"] > 0.9,
     "openfold": lambda names: names["lddt_after"] > 0.6 > 0.2 > names["lddt_before"],
+    "resnet": lambda names: names["scores"]["accuracy"] > 0.7 and max(names["errors"].values()) < 0.12,
     "unet3d": lambda names: names["scores"]["dice_kidney"] > 0.7 and names["scores"]["dice_tumour"] > 0.2 > names["baseline"],
 }
 

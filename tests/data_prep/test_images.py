@@ -15,7 +15,6 @@ from tests.data_prep.prep_contract import check_error, check_fails, read_json, r
 
 run = runner(images)
 CLASSES = ("ape", "bee", "cat")
-SPLIT = {"train": range(6), "val": range(6, 9), "test": range(9, 10)}
 
 
 def picture_of(number: int, kind: str = "JPEG") -> bytes:
@@ -26,11 +25,10 @@ def picture_of(number: int, kind: str = "JPEG") -> bytes:
 def write_folders(root: Path, split: bool = True) -> dict[bytes, int]:
     """Write images of three classes, and return the label of each."""
     files, labels = {}, {}
-    for folder, numbers in SPLIT.items():
-        for number in (10 * label + n for label in range(3) for n in numbers):
-            label, kind = number // 10, ("PNG", "JPEG")[number % 2]
-            data = picture_of(number, kind)
-            files[f"{f'{folder}/' * split}{CLASSES[label]}/deep/{number}.{kind}"], labels[data] = data, label
+    for label, number in ((label, 10 * label + n) for label in range(3) for n in range(10)):
+        folder, kind = ["train", "val", "test"][(number % 10 > 5) + (number % 10 > 8)], ("PNG", "JPEG")[number % 2]
+        labels[data := picture_of(number, kind)] = label
+        files[f"{f'{folder}/' * split}{CLASSES[label]}/deep/{number}.{kind}"] = data
     write_files(root, files)
     return labels
 

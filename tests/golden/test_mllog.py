@@ -61,7 +61,7 @@ def write_run_log(path: Path, name: str, metrics: list[float], *overrides: str, 
     log, benchmark = MlperfLog(path, load_benchmark(name), echo), load_benchmark(name)
     log.write(Event("note", time - 5, {"text": "the model is built"}))
     case_fields = {"settings": settings, "global_batch": batch, "steps_per_epoch": steps, **case.start}
-    case_fields["steps"] = settings["train"].get("steps") or 8
+    case_fields["steps"] = settings["train"].get("steps") or 37 * steps
     unscored = (settings["train"].get("evaluate_from") or 1) - 1
     log.write(Event("start", time, START | case_fields | start))
     for epoch, value in enumerate(metrics, start=first_epoch):

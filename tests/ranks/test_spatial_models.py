@@ -1,4 +1,4 @@
-"""Models on sharded volumes and maps train as one process does: losses, weights, scores."""
+"""Models on sharded volumes, maps and batches train as one process does: losses, weights, scores."""
 
 from functools import cache
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 from hpcai.dist.launch import single_process
 from hpcai.dist.mesh import Mesh
-from hpcai.models import cosmoflow, deepcam, unet3d
+from hpcai.models import cosmoflow, deepcam, resnet, unet3d
 from hpcai.parallel.spatial import SpatialPartition
 from hpcai.settings import StepConfig
 from hpcai.train import rng
@@ -17,7 +17,7 @@ from hpcai.train.metrics import MetricSums
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
-STEPS, SAMPLES = 2, 2
+STEPS, SAMPLES = 2, 4
 CFG = StepConfig(optimizer="sgd", lr=0.05, precision="fp64", nesterov=True)
 
 
@@ -83,6 +83,21 @@ class Cam:
         return deepcam.score(model, self.batch(99, mesh, slice(None)))
 
 
+class Res:
+    cfg = resnet.ResNetConfig(layers=(1, 1, 1, 1), base_width=4, size=40, resize=40, num_classes=3)
+    package: Any = resnet
+
+    def model(self, mesh: Mesh) -> Any:
+        return resnet.parallelize(resnet.ResNet(self.cfg), mesh, mesh["replicate"].size)
+
+    def batch(self, step: int, mesh: Mesh, samples: slice) -> Any:
+        image = torch.randint(0, 256, (SAMPLES, 40, 40, 3), generator=generator(step), dtype=torch.uint8)
+        return resnet.Batch(image[samples], torch.randint(0, 3, (SAMPLES,), generator=generator(step))[samples])
+
+    def score(self, model: Any, mesh: Mesh) -> Any:
+        return resnet.score(model, self.batch(99, mesh, slice(None)))
+
+
 def train_model(mesh: Mesh, kind: Any, cfg: StepConfig = CFG) -> tuple[list[float], dict[str, Any], dict[str, float]]:
     torch.manual_seed(0)
     case = kind()
@@ -110,6 +125,7 @@ def train_unsharded(kind: Any) -> tuple[list[float], dict[str, Any], dict[str, f
 MESHES = [
     (Unet, {"depth": 4}), (Unet, {"depth": 2, "height": 2}), (Unet, {"replicate": 2, "depth": 2}), (Cosmo, {"depth": 4}),
     (Cosmo, {"depth": 2, "height": 2}), (Cam, {"height": 4}), (Cam, {"replicate": 2, "height": 2}),
+    (Res, {"replicate": 2}), (Res, {"replicate": 4}),
 ]  # fmt: skip
 
 

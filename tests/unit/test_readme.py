@@ -16,6 +16,7 @@ from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
 from hpcai.models.diffusion import Diffusion, DiffusionConfig, UNetConfig
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.structures import write_structure
+from hpcai.models.resnet import ResNet, ResNetConfig
 from hpcai.models.unet3d import UNet3D, UNet3DConfig
 from hpcai.settings import LoaderConfig
 from tests import proteins
@@ -53,6 +54,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     models = {
         "cosmoflow": CosmoFlow(CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1,) * 4, high=(0.9,) * 4)),
         "deepcam": DeepCam(DeepCamConfig(divide=16, middle=0, low=(0.0,) * 16, high=(1.0,) * 16)),
+        "resnet": ResNet(ResNetConfig(layers=(1, 1, 1, 1), base_width=4, size=32, resize=36, classes=("disc", "merger"))),
         "unet3d": UNet3D(UNet3DConfig(filters=(4, 4), window=(8, 16, 16))),
     }
     for name, model in models.items():
@@ -76,6 +78,8 @@ def test_the_first_cells_run(page: str, cells: int, runs: Path) -> None:
 def test_the_cells_of_pages_run(runs: Path) -> None:
     fields = {name: np.full((40, 50), 0.5 / (100 if name == "PSL" else 1)) for name in VARIABLES}
     assert run_cells("apps/deepcam/README.md", 1, {"fields": fields})["masks"]["tropical cyclone"].shape == (40, 50)
+    images = [np.zeros((50, 40, 3), np.uint8)]
+    assert run_cells("apps/resnet/README.md", 1, {"images": images})["probabilities"][0].keys() == {"disc", "merger"}
     scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))
     assert run_cells("apps/unet3d/README.md", 1, {"scan": scan})["organs"]["kidney"].shape == scan.shape
     names = run_cells("docs/glossary.md", 1, {"nn": torch.nn, "GatherFull": torch.nn.Flatten, "partition": 0, "size": -1})

@@ -3,6 +3,7 @@
 import io
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -30,26 +31,11 @@ def encode(image: Any, kind: str = "PNG", turned: int = 1, **kwargs: Any) -> byt
     return buffer.getvalue()
 
 
-class FakeRows:
-    """Encoded images in memory, with their numbers as labels."""
-
-    def __init__(self, *images: bytes) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def read(self, index: int, selection: Any) -> dict[str, Any]:
-        return {"image": np.frombuffer(self.images[index], np.uint8), "label": np.int32(index)}
-
-    def describe(self, index: int) -> str:
-        return f"row {index}"
-
-    def close(self) -> None: ...
-
-
-def new_samples(*images: bytes, train: bool = True, **kwargs: Any) -> ImageSamples:
-    return ImageSamples(FakeRows(*images), S, 5, train, **kwargs)  # type: ignore[arg-type]
+def new_samples(*images: bytes, train: bool = True, seed: int = 5, **kwargs: Any) -> ImageSamples:
+    """Return samples of encoded images in memory, with their numbers as labels."""
+    rows = MagicMock(describe="row {}".format, **{"__len__.return_value": len(images)})
+    rows.read = lambda index, _: {"image": np.frombuffer(images[index], np.uint8), "label": np.int32(index)}
+    return ImageSamples(rows, S, seed, train, **kwargs)
 
 
 # ---- references
@@ -117,8 +103,7 @@ def test_a_sample_is_a_function_of_seed_epoch_and_index() -> None:
     images = [samples.sample(index, epoch)["image"] for epoch in range(3) for index in range(2)]
     assert images[0].shape == (S, S, 3) and images[0].dtype == np.uint8 and samples.sample(1, 0)["label"] == 1
     assert len({digest(image) for image in images}) == 6 and np.array_equal(again.sample(1, 2)["image"], images[5])
-    other = ImageSamples(FakeRows(data), S, 6, True)  # type: ignore[arg-type]
-    assert not np.array_equal(other.sample(0, 0)["image"], images[0])
+    assert not np.array_equal(new_samples(data, seed=6).sample(0, 0)["image"], images[0])
     held_out = new_samples(data, train=False, count=1)
     expected = Image.fromarray(PHOTO).resize((49, 37), Image.Resampling.BILINEAR).crop((8, 2, 8 + S, 2 + S))
     assert all(np.array_equal(held_out.sample(0, epoch)["image"], expected) for epoch in range(2)) and len(held_out) == 1
@@ -147,6 +132,7 @@ def test_contradictions_are_refused() -> None:
 # ---- DALI
 
 HAS_DALI = find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None
+needs_dali = pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed: pip install 'hpcai-suite[dali]'")
 VARIANTS = {
     "png": encode(PHOTO), "jpeg": encode(PHOTO, "JPEG"), "turned": encode(PHOTO, "JPEG", 6),
     "turned png": encode(PHOTO, "PNG", 7), "4:4:4": encode(PHOTO, "JPEG", subsampling=0),
@@ -158,7 +144,7 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed: pip install 'hpcai-suite[dali]'")
+@needs_dali
 @pytest.mark.parametrize("kwargs", [{}, {"rotate90": True}, {"train": False}], ids=str)
 def test_dali_has_the_same_crops_flips_and_pixels(kwargs: dict[str, Any]) -> None:
     """But for the outermost pixels of a resized box: its edge is repeated there, see ``hpcai.data.images``."""
@@ -177,7 +163,7 @@ def test_dali_has_the_same_crops_flips_and_pixels(kwargs: dict[str, Any]) -> Non
             assert row[1:-1, 1:-1].max() <= 1 and row.max() <= (13 if name == "noise" else 8), name
 
 
-@pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed: pip install 'hpcai-suite[dali]'")
+@needs_dali
 def test_damage_that_only_dali_finds_is_named() -> None:
     samples = new_samples(VARIANTS["png"][:-3000], encoded=True)
     loader = make_loader(samples, 1, LoaderConfig(reader="dali"), replica_mesh(0, 1), dali_fields(samples), name="train")
