@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from apps.deepcam.data import Maps, build_loader, open_rows
 from apps.deepcam.settings import Config
-from hpcai.cli.benchmarks import Enabled, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
 from hpcai.models.deepcam import STRIDE, Batch, DeepCam, loss, parallelize, score
@@ -68,7 +68,7 @@ class Benchmark(Workload):
     def build(self, cfg: MapConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= enabled else 1)
         if "kernels" not in enabled:
-            swap_classes(model, {BatchNorm: _ReferenceNorm, Conv2d: _ReferenceConv, ConvTranspose2d: nn.ConvTranspose2d})
+            swap_classes(model, {BatchNorm: ReferenceBatchNorm, Conv2d: _ReferenceConv, ConvTranspose2d: nn.ConvTranspose2d})
         if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
         return model
@@ -80,14 +80,6 @@ class Benchmark(Workload):
 
     def loader(self, cfg: MapConfig, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         return build_loader(Maps(open_rows(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **kwargs)
-
-
-class _ReferenceNorm(BatchNorm):
-    def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
-        y = nn.BatchNorm2d.forward(self, x)
-        if plus is not None:
-            y += plus
-        return F.relu(y, inplace=True) if self.relu else y
 
 
 class _ReferenceConv(Conv2d):

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from apps.resnet.settings import Config
-from hpcai.cli.benchmarks import Enabled, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
 from hpcai.data.splits import Samples, make_loader, open_split
 from hpcai.dist import Mesh
 from hpcai.models.resnet import Batch, ResNet, loss, parallelize, score
@@ -31,7 +30,7 @@ class Benchmark(Workload):
     def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(ResNet(cfg.model), mesh, cfg.batchnorm_group if "kernels" in enabled else 1)
         if "kernels" not in enabled:
-            swap_classes(model, {BatchNorm: _ReferenceNorm, Conv2d: nn.Conv2d})
+            swap_classes(model, {BatchNorm: ReferenceBatchNorm, Conv2d: nn.Conv2d})
         if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {ResNet: _Contiguous})
         return model
@@ -49,14 +48,6 @@ class Benchmark(Workload):
 class _Decoded(Samples):
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         return Batch(**values)
-
-
-class _ReferenceNorm(BatchNorm):
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = nn.BatchNorm2d.forward(self, x)
-        if residual is not None:
-            y += residual
-        return F.relu(y, inplace=True) if self.relu else y
 
 
 class _Contiguous(ResNet):

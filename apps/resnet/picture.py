@@ -58,10 +58,6 @@ def read(path: Path) -> Classes:
     return Classes(names, content["image"].astype(np.uint8), true.numpy(), raw, calibrated, fit_temperature(logits, true))
 
 
-def classes(results: Classes) -> list[str]:
-    return ["", *results.names]
-
-
 def caption(results: Classes) -> str:
     return (f"{len(results.true):,} validation images. A probability of 80 % should be right 80 times in 100. Calibration divides"
             " the logits by a temperature; each half of the images has the one that was fitted to the other half.")

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, cast
 import h5py
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai import config
@@ -32,6 +33,7 @@ from hpcai.dist import Mesh
 from hpcai.dist.collectives import all_gather, all_reduce_
 from hpcai.dist.host import ManualGC
 from hpcai.kernels import triton_support
+from hpcai.nn import BatchNorm
 from hpcai.settings import RunConfig, StepConfig
 from hpcai.train.auto_settings import has_fast_bf16
 from hpcai.train.evaluation import choose_evaluation
@@ -287,6 +289,16 @@ def swap_classes(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Mod
     for module in model.modules():
         if type(module) in classes:
             module.__class__ = classes[type(module)]
+
+
+class ReferenceBatchNorm(BatchNorm):
+    """Torch's batch norm, then the sum and the rectifier, in place of ``BatchNorm``."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = nn.BatchNorm2d.forward(self, x)
+        if residual is not None:
+            y += residual
+        return F.relu(y, inplace=True) if self.relu else y
 
 
 def torch_optimizer(model: nn.Module, cfg: StepConfig, decays: AbstractSet[str]) -> torch.optim.Optimizer:

@@ -12,7 +12,7 @@ from hpcai.cli.report.theme import LIGHT
 from hpcai.data import Rows
 from hpcai.data.images import FIELDS
 from hpcai.errors import DataError
-from hpcai.models.resnet import ResNet
+from hpcai.models.resnet import ResNet, classify
 from tests.apps.app_contract import AppContract
 from tests.apps.small_apps import RESNET as APP
 
@@ -43,16 +43,16 @@ def test_classes_are_those_of_the_data_and_of_the_saved_weights(data: Path) -> N
     rows = Rows(data / "validation", FIELDS)
     assert content["image"].shape == (4, 32, 32, 3) and content["classes"].tolist() == list(model.cfg.classes)
     assert len(model.cfg.classes) > 5 and content["true"].tolist() == [int(rows.read(n)["label"]) for n in range(4)]
-    by_name = model.classify([rows.read(0)["image"].tobytes(), content["image"][1]])
+    by_name = classify(model, [rows.read(0)["image"].tobytes(), content["image"][1]])
     for probabilities, logits in zip(by_name, content["logits"]):
         values = np.exp(logits - logits.max())
         expected = dict(zip(content["classes"].tolist(), values / values.sum()))
         assert list(probabilities) == sorted(expected, key=lambda name: -expected[name])
         assert probabilities == pytest.approx(expected, rel=1e-3)
     with pytest.raises(DataError, match=r"image 0: float64 \[4, 4\], expected uint8"):
-        model.classify([np.zeros((4, 4))])
+        classify(model, [np.zeros((4, 4))])
     with pytest.raises(DataError, match="image 0: cannot be read as an image"):
-        model.classify([b"no image"])
+        classify(model, [b"no image"])
 
 
 def test_the_picture_of_a_network_that_is_too_sure(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_a_part_is_held_out_by_the_hash_of_names(tmp_path: Path, capsys: pytest.
     write_files(tmp_path / "in", {"bee/new.jpg": picture_of(99)})
     assert run("convert", tmp_path / "in", tmp_path / "more", "--validation", 0.3) == 0
     assert held_out.keys() <= dict(read(tmp_path / "more/validation")).keys() <= {*held_out, picture_of(99)}, "others stay"
+    capsys.readouterr()
     assert run("convert", tmp_path / "in", tmp_path / "none", "--validation", 1e-6) == 2
     check_error(capsys, "no image for validation; give more, or change --validation")
 
@@ -108,6 +109,7 @@ def test_bad_images_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     write_tar(tars := tmp_path / "tars/a.tar", range(40))
     with tarfile.open(tars, "a") as tar:
         tar.add(source / "train/b.jpg", "no-class.jpg")
+    capsys.readouterr()
     assert run("convert", tars.parent, tmp_path / "out-tars") == 2
     check_error(capsys, "a.tar: no-class: has jpg, expected also cls")
     write_tar(tars.with_name("b.tar"), range(1), "9999")

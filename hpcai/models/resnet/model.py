@@ -3,7 +3,6 @@
 Names of parameters are those of torchvision, and of timm.   B batch, H W the image, K classes
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 from hpcai.models.resnet.config import ResNetConfig
 from hpcai.nn.conv import channels_last
-from hpcai.nn.inference import inference_mode
 from hpcai.nn.resnet import BasicBlock, Bottleneck, ResNetBody
 from hpcai.nn.weights import PretrainedMixin
 
@@ -48,17 +46,3 @@ class ResNet(ResNetBody, PretrainedMixin):
         [B, H, W, 3] uint8 -> [B, 3, H, W], a permuted view of channels-last memory
         """
         return ((images.to(self.scale.dtype) - self.mean) * self.scale).permute(0, 3, 1, 2)
-
-    def classify(self, images: Sequence[Any]) -> list[dict[str, float]]:
-        """Return the probability of each class, {name: value} for each image, the most probable class first.
-
-        ``images``: arrays uint8 [H, W, 3] of any size, or encoded images (bytes, such as the content of a .png), each resized and
-        cropped as in evaluation. Probabilities are softmax(logits/``cfg.temperature``). Raises DataError for other images.
-        """
-        from hpcai.models.resnet.images import prepare_images
-
-        with inference_mode(self, self.fc.weight) as dtype:
-            pixels = torch.from_numpy(prepare_images(images, self.cfg)).to(self.scale.device)
-            logits = self(self.normalised(pixels).to(dtype)).double()
-        rows = (logits / self.cfg.temperature).softmax(1).tolist()
-        return [dict(sorted(zip(self.cfg.names, row), key=lambda pair: -pair[1])) for row in rows]
