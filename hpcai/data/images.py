@@ -73,6 +73,20 @@ def center_crop_box(height: int, width: int, resize: int, crop: int) -> tuple[in
     return h, w, round((h - crop) / 2), round((w - crop) / 2)
 
 
+def as_image(content: Any, name: str) -> "Image.Image":
+    """Return an image of Pillow, upright in RGB, from an encoded one (bytes) or pixels uint8 [H, W, 3]. Raises DataError with its
+    ``name`` for others."""
+    from PIL import Image
+
+    if isinstance(content, bytes):
+        with open_image(content, name) as opened:
+            return to_rgb(opened)[0]
+    pixels = np.asarray(content)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
+        raise DataError(f"{name}: {pixels.dtype} {list(pixels.shape)}, expected uint8 [H, W, 3], or the bytes of a file")
+    return Image.fromarray(pixels)
+
+
 def resize_crop(image: "Image.Image", geometry: Geometry, size: int) -> NDArray[np.uint8]:
     """Return the pixels of a sample, by Pillow's BILINEAR: a triangular filter, wider when it shrinks.   [S, S, 3]"""
     from PIL import Image

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hpcai.models import retinanet
@@ -43,8 +44,9 @@ def load_model() -> RetinaNet:
 def make_batch() -> Batch:
     """Return the three images, resized, and their objects, whose scale is rounded to float32 as in the reference."""
     model, stored = load_model(), tensors("network")
-    images = [255 * stored[f"image{i}"].permute(1, 2, 0).numpy() for i in range(3)]
-    x, within, original = model.resized(images, torch.float64)
+    images = [255 * stored[f"image{i}"][None] for i in range(3)]
+    x = torch.cat([F.interpolate(model.normalised(image.permute(0, 2, 3, 1)), model.cfg.size, mode="bilinear") for image in images])
+    within, original = (torch.tensor(s) for s in ([model.cfg.size] * 3, [image.shape[2:] for image in images]))
     objects, labels = torch.zeros(3, 6, 4, dtype=torch.float64), torch.full((3, 6), -1)
     for i in range(3):
         ratio = (within[i].float() / original[i].float()).double().flip(0).repeat(2)

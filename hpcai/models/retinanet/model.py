@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.errors import DataError
 from hpcai.models.retinanet.boxes import cell_anchors, clip_boxes, decode, grid_anchors, nms
 from hpcai.models.retinanet.config import STRIDE, RetinaNetConfig
 from hpcai.nn import BatchNorm, Conv2d, DivisibleShape, GroupNorm
 from hpcai.nn.conv import channels_last
-from hpcai.nn.inference import inference_mode
 from hpcai.nn.resnet import ResNetBody
 from hpcai.nn.weights import PretrainedMixin
 
@@ -129,6 +126,10 @@ class Anchors(nn.Module):
         """Return the outputs for full images."""
         return levels
 
+    def full(self, images: Tensor) -> Tensor:
+        """Return full images.   [B, H, W, 3]"""
+        return images
+
 
 class RetinaNet(PretrainedMixin):
     """Maps normalised images [B, 3, H, W] to logits [B, h, w, A, K] and coded boxes [B, h, w, A, 4] of five levels. H and W are
@@ -200,38 +201,7 @@ class RetinaNet(PretrainedMixin):
         missing = kept < 0
         return torch.cat((rows[..., :5].masked_fill(missing, 0.0), rows[..., 5:].masked_fill(missing, -1.0)), 2)
 
-    def detect(self, images: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return the objects of each image, by score: boxes [n, 4] (x1 y1 x2 y2 in its pixels), scores [n], and the names of their
-        classes. ``images``: arrays uint8 [H, W, 3] of any size. Raises DataError for others."""
-        cfg, weight = self.cfg, self.head["regression_head"].bbox_reg.weight
-        names = cfg.classes or tuple(map(str, range(cfg.outputs)))
-        with inference_mode(self, weight) as dtype:
-            x, within, original = self.resized([_pixels(image, number) for number, image in enumerate(images)], dtype)
-            rows = self.select(self(x), x.shape[2:], within, original).cpu().numpy()
-        objects = [row[row[:, 5] >= 0] for row in rows]
-        return [{"boxes": o[:, :4], "scores": o[:, 4], "classes": [names[int(k)] for k in o[:, 5]]} for o in objects]
-
-    def resized(self, images: Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input of the network for images of any size (``cfg.resize``), and height and width of each in its frame and
-        originally.   uint8 [H, W, 3] each -> [B, 3, H', W'], [B, 2], [B, 2]"""
-        device, sizes = self.scale.device, [self.cfg.resized(*image.shape[:2]) for image in images]
-        frame = self.cfg.size if self.cfg.resize == "fixed" else [-(-max(side) // STRIDE) * STRIDE for side in zip(*sizes)]
-        x = torch.zeros(len(images), 3, *frame, device=device, dtype=dtype)
-        for row, image, (height, width) in zip(x, images, sizes):
-            pixels = self.normalised(torch.from_numpy(image).to(device)[None]).to(dtype)
-            row[:, :height, :width] = F.interpolate(pixels, (height, width), mode="bilinear")[0]
-        within, original = (torch.tensor(s, device=device).view(-1, 2) for s in (sizes, [image.shape[:2] for image in images]))
-        return x, within, original
-
 
 def wide(x: Tensor) -> Tensor:
     """Return ``x`` in float32, or in float64 if it is."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _pixels(image: Any, number: int) -> np.ndarray:
-    pixels = np.array(image)  # a copy that can be written
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
-        actual = f"{pixels.dtype} {list(pixels.shape)}"
-        raise DataError(f"image {number}: {actual}, expected uint8 [H, W, 3], such as np.asarray(image) of PIL")
-    return pixels

@@ -108,3 +108,14 @@ def detections(model: Any, batch: Batch) -> dict[str, Tensor]:
     size = model.anchors.image_size(batch.image)
     levels = model.anchors.gather(model(model.normalised(batch.image, batch.within)), size)
     return {"id": batch.id, "detections": model.select(levels, size, batch.within, batch.original)}
+
+
+@torch.no_grad()
+def objects(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """Return images [B, H, W, 3] and their numbers [B] for plots, and the objects of all of them, in pixels of ``batch.image``:
+    true [n, 6], number, x1 y1 x2 y2 and class, and found [m, 7], number, x1 y1 x2 y2, score and class."""
+    found = detections(model, batch._replace(original=batch.within))["detections"]
+    true = torch.cat((batch.boxes, batch.labels[..., None]), 2)
+    rows = ((values, batch.id.to(values.dtype)[:, None, None].expand(-1, values.shape[1], 1)) for values in (true.double(), found.double()))
+    true, found = (torch.cat((number, values), 2)[values[..., -1] >= 0] for values, number in rows)
+    return {"image": model.anchors.full(batch.image), "id": batch.id, "true": true, "found": found}

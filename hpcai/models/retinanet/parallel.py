@@ -52,3 +52,6 @@ class ShardedAnchors(Anchors):
             return self.cut.gather(x.flatten(3).permute(0, 3, 1, 2), grid).permute(0, 2, 3, 1).unflatten(3, x.shape[3:])
 
         return [(full(logits, grid), full(codes, grid)) for (logits, codes), grid in zip(levels, self.grids(size))]
+
+    def full(self, images: Tensor) -> Tensor:
+        return self.cut.gather(images.permute(0, 3, 1, 2), self.size).permute(0, 2, 3, 1)

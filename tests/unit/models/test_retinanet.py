@@ -1,9 +1,11 @@
-"""Files of weights, images of a user, annotations and background scores of RetinaNet."""
+"""Files of weights, images of a user and scores of RetinaNet."""
 
+import io
 import json
 import os
-from contextlib import closing
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from hpcai.errors import CheckpointError, DataError
+from hpcai.dist.mesh import Axis
+from hpcai.errors import CheckpointError, DataError, MissingExtraError
 from hpcai.models import retinanet
-from hpcai.models.retinanet import RetinaNet, RetinaNetConfig
+from hpcai.models.retinanet import RetinaNet, RetinaNetConfig, images, scoring
+from hpcai.train.metrics import MetricSums
 
 TINY = RetinaNetConfig(
     layers=(1, 1, 1, 1), base_width=4, groups=2, width_per_group=32, fpn_channels=8, num_classes=3, size=(64, 96), detections=9,
@@ -58,64 +62,52 @@ def test_group_norms_and_the_weights_of_a_classifier(tmp_path: Path) -> None:
 def test_objects_of_images_of_any_size() -> None:
     torch.manual_seed(0)
     for cfg in (TINY, TINY.model_copy(update={"resize": "shorter", "shorter": 40, "longer": 60, "classes": ("a", "b", "c")})):
-        results = (model := RetinaNet(cfg)).detect([IMAGE, IMAGE[:30], Image.fromarray(IMAGE)])
+        Image.fromarray(IMAGE).save(file := io.BytesIO(), "PNG")
+        results = retinanet.detect(model := RetinaNet(cfg), [IMAGE, IMAGE[:30], file.getvalue()])
         for objects, (height, width) in zip(results, ((70, 50), (30, 50), (70, 50))):
             box = objects["boxes"]
             assert len(box) == len(objects["classes"]) == 9 and (box >= 0).all() and (box <= [width, height] * 2).all()
             assert set(objects["classes"]) <= set(cfg.classes or "012") and (np.diff(objects["scores"]) <= 0).all()
         np.testing.assert_allclose(results[2]["boxes"], results[0]["boxes"], atol=1e-4)
-        x, within, _ = model.resized([IMAGE, IMAGE[:30]], torch.float32)
-        assert within.tolist() == ([[64, 96]] * 2 if cfg is TINY else [[56, 40], [36, 60]])
-        assert x.shape[2:] == (64, 96) if cfg is TINY else (64, 64) and x[0, :, 56:].eq(0).all()
+        pixels = [images.resize(Image.fromarray(image), cfg) for image in (IMAGE, IMAGE[:30])]
+        sizes = [image.shape[:2] for image in pixels]
+        assert sizes == ([(64, 96)] * 2 if cfg is TINY else [(56, 40), (36, 60)])
+        x = images.pad(pixels)
+        assert x.shape[1:3] == (64, 96) if cfg is TINY else (64, 64) and not x[0, 56:].any()
     padded = torch.full((1, 64, 64, 3), 7, dtype=torch.uint8)
-    assert model.normalised(padded, within[:1])[0].ne(0).any(0).nonzero().amax(0).tolist() == [55, 39]
+    assert model.normalised(padded, torch.tensor(sizes[:1]))[0].ne(0).any(0).nonzero().amax(0).tolist() == [55, 39]
     with pytest.raises(DataError, match=r"image 1: float64 \[70, 50, 3\], expected uint8"):
-        model.detect([IMAGE, IMAGE / 255])
+        retinanet.detect(model, [IMAGE, IMAGE / 255])
 
 
-def annotations(*boxes: list[float], **fields: Any) -> dict[str, Any]:
-    known = {"image_id": 7, "category_id": 5, "iscrowd": 0}
-    objects = [{"id": i, "bbox": box, "area": box[2] * box[3], **known, **fields} for i, box in enumerate(boxes, 1)]
-    image, categories = {"id": 7, "height": 40, "width": 60}, [{"id": 5, "name": "b"}, {"id": 2, "name": "a"}]
-    return {"images": [{**image, "id": 3}, image], "categories": categories, "annotations": objects}
+def write_truth(path: Path) -> Path:
+    boxes = [[1, 2, 30, 20], [40, 5, 12, 20]]
+    objects = [{"id": i, "bbox": box, "area": 240, "image_id": 7, "category_id": 5, "iscrowd": 0} for i, box in enumerate(boxes, 1)]
+    shape = {"height": 40, "width": 60}
+    content = {"images": [{"id": 3, **shape}, {"id": 7, **shape}], "annotations": objects}
+    path.write_text(json.dumps({**content, "categories": [{"id": 5, "name": "big b"}, {"id": 2, "name": "a"}]}))
+    return path
 
 
-def test_annotations_are_clipped_skipped_or_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    bad = [70.0, 0, 9, 9], [3.0, 3, 0, 9], [9.0, 9, -4, 9]
-    path.write_text(json.dumps(annotations([1, 2, 3, 4], [50, -5, 20, 20], *bad)))
-    known = retinanet.read_annotations(path)
-    assert known.categories == {2: "a", 5: "b"} and dict(known.counts) == {"used": 2, "clipped": 1, "crowd": 0, "bad": 3}
-    assert known.boxes[1].tolist() == [[1, 2, 4, 6], [50, 0, 60, 15]] and known.labels[1].tolist() == [1, 1]
-    assert known.boxes[0].shape == (0, 4) and known.boxes[0].dtype == np.float32
-    with pytest.raises(DataError, match=r"annotation 3: bbox \[70.0, 0, 9, 9\] has no area in its image, 60 x 40"):
-        retinanet.read_annotations(path, bad="error")
-    wrong: Any = {"image_id is 8, expected one of the 2 ids": {"image_id": 8}, "not enough values": {"bbox": [1, 2, 3]},
-                  "finite": {"bbox": [1, 2, float("nan"), 3]}, "unhashable": {"category_id": []}}  # fmt: skip
-    for message, fields in wrong.items():
-        path.write_text(json.dumps(annotations([1, 2, 3, 4], **fields)))
-        with pytest.raises(DataError, match=message):
-            retinanet.read_annotations(path)
-
-
-def test_scores_in_the_background(tmp_path: Path) -> None:
+def test_scores_of_all_batches_are_computed_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("faster_coco_eval", reason="faster-coco-eval is missing: pip install 'hpcai-suite[detection]'")
-    truth, output = tmp_path / "a.json", tmp_path / "results.json"
-    truth.write_text(json.dumps(annotations([1, 2, 30, 20], [40, 5, 12, 20])))
-    detected = np.full((1, 3, 6), -1.0)
-    detected[0, :2] = [1, 2, 31, 22, 0.9, 1], [40, 5, 52, 25, 0.8, 1]
-    rows = retinanet.results(np.array([7]), detected, (2, 5))
-    retinanet.write_results(output, rows)
-    assert json.loads(output.read_text())[1] == {"image_id": 7, "category_id": 5, "bbox": [40, 5, 12, 20], "score": 0.8}
-    with closing(retinanet.BackgroundScoring(truth, cores=[min(os.sched_getaffinity(0))])) as scoring:
-        scoring.submit("first", rows)
-        scoring.submit("second", rows[1:])
-        polled = scoring.poll()  # at once
-        polled += scoring.poll(wait=True)
-        assert [tag for tag, _ in polled] == ["first", "second"] and scoring.poll() == []
-        assert polled[0][1]["ap"] == pytest.approx(1) and polled[1][1]["ap"] == pytest.approx(0.5, abs=0.01)
-        scoring.submit("third", rows)
-        scoring.submit("fourth", rows + [1, 0, 0, 0, 0, 0, 0])
-        assert [tag for tag, _ in scoring.poll(wait=True)] == ["third"]
-        with pytest.raises(DataError, match="detections of image 8"):
-            scoring.poll(wait=True)
+    rows = torch.full((2, 3, 6), -1.0)
+    rows[1, :2] = torch.tensor([[1, 2, 31, 22, 0.9, 1], [40, 5, 52, 25, 0.8, 1]])
+    monkeypatch.setattr(scoring, "detections", lambda model, batch: {"detections": rows[batch.id // 4].double()})
+    with retinanet.Scoring(write_truth(tmp_path / "a.json"), cores=[min(os.sched_getaffinity(0))]) as score:
+        for ids, expected in (([3, 7], 1.0), ([3, 7, 7], 0.0)):
+            sums = MetricSums()
+            for number in ids:
+                sums.add(score(None, SimpleNamespace(id=torch.tensor([number]))), 1)
+            values = sums.reduce(Axis("alone"), torch.device("cpu"))
+            assert (values["ap"], values["ap50_big_b"], values["ap50_a"]) == pytest.approx((expected, expected, -1))
+        sums.add(score(None, SimpleNamespace(id=torch.tensor([5]))), 1)
+        with pytest.raises(DataError, match="lacks an image of the validation split"):
+            sums.reduce(Axis("alone"), torch.device("cpu"))
+    for text, message in (("{}", "categories"), (None, "No such file")):
+        (path := tmp_path / "b.json").write_text(text) if text else path.unlink()
+        with pytest.raises(DataError, match=message):
+            retinanet.Scoring(path)
+    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
+    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[detection\]"):
+        retinanet.Scoring(tmp_path / "a.json")
