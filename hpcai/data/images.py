@@ -44,6 +44,20 @@ class Geometry(NamedTuple):
         return np.array([*self.box, *self.size, *self.corner, *flips, *matrix], np.int32)
 
 
+def with_classes(model: Any, rows: Rows) -> Any:
+    """Return the settings of a model, which has ``classes`` and ``num_classes``, with the names of the classes of the data. Raises
+    DataError if they contradict each other."""
+    names = tuple(rows.metadata.get("classes") or ())
+    if not names:
+        if model.classes or model.num_classes:
+            return model
+        raise DataError(f"{rows.folder}: the index has no names of classes; write it again, or set model.num_classes")
+    if model.classes not in ((), names) or model.num_classes not in (None, len(names)):
+        setting = f"model.classes is {list(model.classes)}" if model.classes else f"model.num_classes is {model.num_classes}"
+        raise DataError(f"{rows.folder}: has {len(names)} classes, {', '.join(names[:8])}, but {setting}; set neither, or the same")
+    return model.model_copy(update={"classes": names, "num_classes": None})
+
+
 def random_resized_crop(
     height: int, width: int, random: Sequence[Sequence[float]], scale: tuple[float, float], ratio: tuple[float, float],
 ) -> tuple[int, int, int, int]:  # fmt: skip

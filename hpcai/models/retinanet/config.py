@@ -91,6 +91,11 @@ class RetinaNetConfig(Settings):
         return len(self.classes) or self.num_classes or 264
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the classes, or their numbers."""
+        return self.classes or tuple(map(str, range(self.outputs)))
+
+    @property
     def anchors_per_cell(self) -> int:
         return 3 * len(self.aspect_ratios)
 

@@ -34,7 +34,6 @@ def pad(images: Sequence[np.ndarray]) -> np.ndarray:
 def detect(model: RetinaNet, images: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the objects of each image, by score: boxes [n, 4] (x1 y1 x2 y2 in its pixels), scores [n], and the names of their
     classes. ``images``: arrays uint8 [H, W, 3] of any size, or encoded images (bytes). Raises DataError for others."""
-    names = model.cfg.classes or tuple(map(str, range(model.cfg.outputs)))
     opened = [as_image(content, f"image {number}") for number, content in enumerate(images)]
     pixels = [resize(image, model.cfg) for image in opened]
     sizes = [p.shape[:2] for p in pixels], [image.size[::-1] for image in opened]
@@ -43,4 +42,4 @@ def detect(model: RetinaNet, images: Sequence[Any]) -> list[dict[str, Any]]:
         x = model.normalised(torch.from_numpy(pad(pixels)).to(within.device), within).to(dtype)
         rows = model.select(model(x), x.shape[2:], within, original).cpu().numpy()
     objects = [row[row[:, 5] >= 0] for row in rows]
-    return [{"boxes": o[:, :4], "scores": o[:, 4], "classes": [names[int(k)] for k in o[:, 5]]} for o in objects]
+    return [{"boxes": o[:, :4], "scores": o[:, 4], "classes": [model.cfg.names[int(k)] for k in o[:, 5]]} for o in objects]
