@@ -1,0 +1,113 @@
+"""The RetinaNet app from its command line: on one process, on ranks, resumed, with each reader, and with bad input."""
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from apps.retinanet import picture
+from apps.retinanet.data import FIELDS, Images
+from apps.retinanet.settings import Config
+from hpcai.cli.report.theme import LIGHT
+from hpcai.data import Rows
+from hpcai.models.retinanet import RetinaNet, RetinaNetConfig, detect, evaluate
+from hpcai.train.schedule import make_lr_schedule
+from tests.apps.app_contract import AppContract
+from tests.apps.small_apps import RETINANET as APP
+from tests.reference_data import load_json
+
+pytest.importorskip("faster_coco_eval", reason="faster-coco-eval is missing: pip install 'hpcai-suite[detection]'")
+
+
+def damage_data(data: Path, kind: str) -> None:
+    if kind == "truth":
+        (data / "validation/annotations.json").unlink()
+    elif kind == "image":
+        with h5py.File(min((data / "train").glob("*.h5")), "r+") as file:
+            file["image"][: file["bytes"][0] // 2] = 0
+
+
+class TestContract(AppContract):
+    damage_data = staticmethod(damage_data)
+
+    def check_config(self, name: str, cfg: Any) -> None:
+        assert cfg.train.better == "higher"
+        if name != "small":  # the published settings of the benchmark
+            assert cfg.model == RetinaNetConfig() and cfg.step.optimizer == "adam" and cfg.train.target == 0.34
+
+
+def test_the_learning_rate_is_that_of_mlperf() -> None:
+    for case in load_json("retinanet/lr_schedule"):
+        schedule = Config().step.schedule.model_copy(update={"unit": "steps", "warmup": case["warmup_iterations"]})
+        schedule = schedule.model_copy(update={"start": case["warmup_factor"] * case["base_lr"]})
+        lr_at = make_lr_schedule(schedule, case["base_lr"], 4572, 99999)
+        assert [lr_at(step) for step in case["steps"]] == pytest.approx(case["lr"], rel=1e-9)
+
+
+def test_boxes_move_with_their_pixels(data: Path) -> None:
+    """Each box of a sample encloses the same pixels as that of the file, in all 8 symmetries, and crowds are left out."""
+    rows = Rows(data / "train", FIELDS)
+    samples = Images(rows, Config.model_validate({"model": {"size": (64, 64)}, "data": {"rotate90": True}}), True)
+    mirrors = set()
+    for epoch in range(24):
+        sample, values = samples.sample(0, epoch), rows.read(0)
+        mirrors.add(mirror := samples.mirror(0, epoch))
+        plain = Images(rows, samples.cfg, False).sample(0, 0)
+        for box, own, label in zip(plain.boxes.astype(int), sample.boxes.astype(int), values["labels"]):
+            pixels = plain.image[box[1] : box[3], box[0] : box[2]][:: -1 if mirror[1] else 1, :: -1 if mirror[0] else 1]
+            pixels = pixels.swapaxes(0, 1) if mirror[2] else pixels
+            np.testing.assert_array_equal(sample.image[own[1] : own[3], own[0] : own[2]], pixels, err_msg=str(mirror))
+            assert label in sample.labels
+    assert len(mirrors) == 8 and len(plain.labels) > 1
+    wide = Images(rows, Config.model_validate({"model": {"size": (32, 128)}}), False)
+    np.testing.assert_allclose(wide.sample(0, 0).boxes, plain.boxes * [2, 0.5, 2, 0.5])
+    values = {**rows.read(0), "crowd": np.arange(len(plain.labels)) == 0}
+    np.testing.assert_array_equal(wide.transform(values, 0, 0).labels, plain.labels[1:])
+    batch = wide.collate([wide.sample(n, 0) for n in range(3)])
+    assert batch.boxes.shape == (3, 8, 4) and (batch.labels >= 0).sum(1).tolist() == [len(wide.sample(n, 0).labels) for n in range(3)]
+
+
+def test_images_of_several_sizes_are_padded(data: Path) -> None:
+    cfg = Config.model_validate({"model": {"resize": "shorter", "shorter": 40, "longer": 90}, "data": {"objects": 30}})
+    samples = Images(Rows(data / "train", FIELDS), cfg, False)
+    batch = samples.collate([samples.sample(n, 0) for n in range(2)])
+    assert batch.image.shape == (2, 64, 64, 3) and batch.within.tolist() == [[40, 40]] * 2 and not batch.image[:, 40:].any()
+    assert batch.boxes.shape == (2, 30, 4) and batch.original.tolist() == [[64, 64]] * 2
+
+
+def test_the_saved_network_finds_what_the_run_found(data: Path) -> None:
+    run = APP.cached_run(data)
+    content = np.load(run / "objects.npz", allow_pickle=False)
+    model = RetinaNet.load(run / "model.safetensors")
+    assert content["image"].shape == (4, 64, 64, 3) and content["classes"].tolist() == list(model.cfg.classes) and len(content["true"])
+    objects = detect(model, [content["image"][0], Rows(data / "validation", FIELDS).read(1)["image"].tobytes()])
+    assert len(content["found"]) > 20
+    for number, found in zip(content["id"], objects):
+        own = content["found"][content["found"][:, 0] == number]
+        np.testing.assert_allclose(own[:, 1:5], found["boxes"], atol=1e-2)
+        np.testing.assert_allclose(own[:, 5], found["scores"], atol=1e-5)
+
+
+def test_the_picture_has_the_scores_of_coco(tmp_path: Path) -> None:
+    case = load_json("retinanet/coco")
+    truth, names = case["ground_truth"], [str(c["id"]) for c in case["ground_truth"]["categories"]]
+    truth["annotations"] = [each for each in truth["annotations"] if not each["iscrowd"]]
+    corners = [(lambda x, y, w, h: (x, y, x + w, y + h))(*each["bbox"]) for each in [*truth["annotations"], *case["detections"]]]
+    place = {int(name): k for k, name in enumerate(names)}
+    true = [(each["image_id"], *box, place[each["category_id"]]) for each, box in zip(truth["annotations"], corners)]
+    found = [(d["image_id"], *box, d["score"], place[d["category_id"]]) for d, box in zip(case["detections"], corners[len(true) :])]
+    ids = [image["id"] for image in truth["images"]]
+    common = {"classes": names, "image": np.zeros((len(ids), 8, 8, 3), np.uint8), "id": ids}
+    np.savez(tmp_path / picture.FILE, **common, true=true, found=found)
+    results = picture.read(tmp_path / picture.FILE)
+    rows = np.array([[d["image_id"], *d["bbox"], d["score"], d["category_id"]] for d in case["detections"]])
+    scores = evaluate(truth, rows)["per_category"]
+    expected = {place[key]: values["ap50"] for key, values in scores.items() if values["ap50"] >= 0}
+    assert results.average_precisions == pytest.approx(expected, abs=1e-3)
+    assert len(picture.draw(results, LIGHT)) == 3 and len(picture.table(results).rows) == len(expected)
+    assert 0 < results.chosen < len(found) and f"{np.mean([*expected.values()]):.2g}" in picture.finding(results).sentence
+    np.savez(tmp_path / picture.FILE, **common, true=true, found=np.zeros((0, 7)))
+    results = picture.read(tmp_path / picture.FILE)
+    assert "finds 0 % of the objects" in picture.finding(results).sentence and len(picture.draw(results, LIGHT)) == 3
