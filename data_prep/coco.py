@@ -9,15 +9,14 @@
     OUT/{validation,test}/annotations.json          the objects of a held-out split, for scores: a file of COCO
 
 Images are the files of the source, unchanged. A box is x1 y1 x2 y2 in pixels of the upright image, clipped to it. Boxes of the
-source are in pixels before the rotation by EXIF data, as pycocotools and torchvision read them, unless its height and width are those
-of the upright image alone; they are rotated with the image. Crowds are for scores alone: training leaves them out.
+source are in pixels before the rotation by EXIF data, as pycocotools and torchvision read them, unless height and width there are
+those of the upright image alone; they are rotated with the image. Crowds are for scores: training leaves them out.
 
 N rows of a file   n objects of all of them"""
 
 import argparse
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,12 +29,14 @@ from data_prep import command, images, picture, store
 from data_prep.command import option
 from data_prep.store import Field
 from hpcai.data.image_files import open_image, orientation, to_rgb
+from hpcai.data.images import mirror_boxes
 from hpcai.durable import replace_file
 from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import check_fields, read_regular
 
 TRUTH = "annotations.json"
-UPRIGHT = {2: "x", 3: "xy", 4: "y", 5: "t", 6: "yt", 7: "xyt", 8: "xt"}  # flips in x and y, then a transposition, by EXIF orientation
+# Flips in x and in y, then a transposition, which make an image upright, by its EXIF orientation
+UPRIGHT = {1: (0, 0, 0), 2: (1, 0, 0), 3: (1, 1, 0), 4: (0, 1, 0), 5: (0, 0, 1), 6: (0, 1, 1), 7: (1, 1, 1), 8: (1, 0, 1)}
 
 
 def object_fields(classes: int) -> store.Fields:
@@ -59,11 +60,10 @@ def write_truth(categories: Mapping[int, str], out: Path) -> None:
                     (height, width), image = row["size"].tolist(), int(row["id"])
                     content["images"].append({"id": image, "height": height, "width": width})
                     columns = (row[name].tolist() for name in ("boxes", "labels", "area", "crowd"))
-                    content["annotations"] += [
-                        {"id": number, "image_id": image, "category_id": ids[label], "bbox": [x, y, right - x, bottom - y],
-                         "area": area, "iscrowd": crowd}
-                        for number, ((x, y, right, bottom), label, area, crowd) in enumerate(zip(*columns), len(content["annotations"]) + 1)
-                    ]  # fmt: skip
+                    for (x, y, right, bottom), label, area, crowd in zip(*columns):
+                        own = {"id": len(content["annotations"]) + 1, "image_id": image, "category_id": ids[label]}
+                        own |= {"bbox": [x, y, right - x, bottom - y], "area": area, "iscrowd": crowd}
+                        content["annotations"].append(own)
         content["categories"] = [{"id": key, "name": name} for key, name in categories.items()]
         replace_file(folder / TRUTH, json.dumps(content).encode())
 
@@ -92,7 +92,8 @@ def read_annotations(path: Path, skipped: store.Skipped) -> tuple[list[dict[str,
     except (OSError, ValueError) as problem:
         raise DataError(f"{path}: cannot be read ({problem}); expected a JSON file of COCO") from problem
     with check_fields(path, "annotations of COCO", DataError):
-        entries = {int(image["id"]): {"objects": [], **{k: image[k] for k in ("id", "file_name", "height", "width")}} for image in content["images"]}
+        keys = "id", "file_name", "height", "width"
+        entries = {int(image["id"]): {"objects": [], **{key: image[key] for key in keys}} for image in content["images"]}
         names = {int(each["id"]): str(each["name"]) for each in sorted(content["categories"], key=lambda each: int(each["id"]))}
         if len(entries) < len(content["images"]) or len(names) < len(content["categories"]) or len({*names.values()}) < len(names):
             raise DataError(f"{path}: images or categories have the same id or name; expected different ones")
@@ -110,14 +111,6 @@ def read_annotations(path: Path, skipped: store.Skipped) -> tuple[list[dict[str,
     return list(entries.values()), names
 
 
-def to_upright(boxes: np.ndarray, size: Sequence[int], turned: int) -> np.ndarray:
-    """Return boxes of an image of ``size`` (height, width) in the image that its EXIF orientation makes upright.   [n, 4]"""
-    for axis, name in enumerate("xy"):
-        if name in UPRIGHT.get(turned, ""):
-            boxes[:, [axis, axis + 2]] = size[1 - axis] - boxes[:, [axis + 2, axis]]
-    return boxes[:, [1, 0, 3, 2]] if turned > 4 else boxes
-
-
 def write_images(ids: Sequence[int], skip_bad: bool, folder: Path, entries: Sequence[dict[str, Any]], path: Path) -> store.Refused:
     rows, skipped = list[dict[str, Any]](), store.Skipped(skip_bad)
     for entry in entries:
@@ -130,9 +123,10 @@ def write_images(ids: Sequence[int], skip_bad: bool, folder: Path, entries: Sequ
                 raw, turned, upright = image.size[::-1], orientation(image, data), to_rgb(image)[0].size[::-1]
             listed = entry["height"], entry["width"]
             if listed not in (raw, upright):
-                raise DataError(f"{name}: {upright[0]} x {upright[1]}, its annotations are of {listed[0]} x {listed[1]}; give those of it")
+                sizes = [" x ".join(map(str, size)) for size in (upright, listed)]
+                raise DataError(f"{name}: {sizes[0]}, its annotations are of {sizes[1]}; give the image that was annotated")
             boxes, labels, area, crowd = zip(*entry["objects"]) if entry["objects"] else ((), (), (), ())
-            boxes = to_upright(np.reshape(boxes, (-1, 4)), raw, turned if listed == raw else 1)
+            boxes = mirror_boxes(np.reshape(boxes, (-1, 4)), raw, UPRIGHT.get(turned if listed == raw else 1, UPRIGHT[1]))
             columns = {"boxes": boxes, "labels": np.searchsorted(ids, labels), "area": np.array(area), "crowd": np.array(crowd)}
             values = {"bytes": len(data), "image": np.frombuffer(data, np.uint8), "objects": len(boxes), **columns}
             rows.append({**values, "id": entry["id"], "size": upright})
@@ -142,7 +136,7 @@ def write_images(ids: Sequence[int], skip_bad: bool, folder: Path, entries: Sequ
 
 
 def convert(options: argparse.Namespace) -> command.Plan:
-    out, skipped, recipe = options.out, store.Skipped(options.skip_bad), Source.from_options(options)
+    out, skipped, settings = options.out, store.Skipped(options.skip_bad), Source.from_options(options)
     entries, names = read_annotations(options.annotations, skipped)
     if given := options.validation_annotations:
         held_out, others = read_annotations(given, skipped)
@@ -155,39 +149,22 @@ def convert(options: argparse.Namespace) -> command.Plan:
         splits = {name: (options.images, [e for e, own in zip(entries, part) if own]) for name, part in parts.items()}
     if missing := [name for name, (_, some) in splits.items() if not some]:
         raise ConfigError(f"{options.annotations}: no image for {missing[0]}; give more, or change --validation")
-    contents = store.Contents(object_fields(len(names)))
-    jobs = [store.Job(out / split / f"images_{i:06d}.h5", partial(write_images, list(names), options.skip_bad, folder, part), contents, len(part))
+    contents, write = store.Contents(object_fields(len(names))), partial(write_images, list(names), options.skip_bad)
+    jobs = [store.Job(out / split / f"images_{i:06d}.h5", partial(write, folder, part), contents, len(part))
             for split, (folder, some) in splits.items() for i, part in enumerate(command.batched(some, options.rows))]  # fmt: skip
-    counts = Counter(name for name, (_, some) in splits.items() for entry in some for _ in entry["objects"])
-    message = ", ".join(f"{name}: {len(some)} images, {counts[name]} objects" for name, (_, some) in splits.items())
-    header, identity = {"classes": list(names.values()), "categories": list(names)}, [f"{e['id']} {e['file_name']}" for _, some in splits.values() for e in some]
-    return command.Plan({**recipe.json_dict, "kind": "convert", "source": command.fingerprint(identity, "images")}, jobs, header,
-                        f"{message}, of {len(names)} classes", refused=skipped, finalize=partial(write_truth, names))  # fmt: skip
-
-
-# ---- check
-
-
-def check_images(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the images that cannot be decoded, and those of another size than the file says."""
-    fields, rows = object_fields(len(prepared.index["classes"])), command.subsample(prepared.locations, options.check_count)
-    for path, row in rows:
-        with h5py.File(path, "r") as file:
-            stored = next(store.read_rows(file, fields, row, row + 1))
-        try:
-            with open_image(stored["image"].tobytes(), f"{path}: row {row}") as image:
-                size = to_rgb(image)[0].size[::-1]
-        except DataError as problem:
-            yield str(problem)
-            continue
-        if size != tuple(stored["size"]) or (stored["boxes"][:, [3, 2]] > size).any():
-            yield f"{path}: row {row}: an image of {size[0]} x {size[1]}, its size or its boxes are of another"
-    print(f"{len(rows)} images decoded")
+    counts = (f"{name}: {len(some)} images, {sum(len(e['objects']) for e in some)} objects" for name, (_, some) in splits.items())
+    source = command.fingerprint([f"{e['id']} {e['file_name']}" for _, some in splits.values() for e in some], "images")
+    return command.Plan(
+        {**settings.json_dict, "kind": "convert", "source": source}, jobs,
+        {"classes": list(names.values()), "categories": list(names)}, f"{', '.join(counts)}, of {len(names)} classes",
+        refused=skipped, finalize=partial(write_truth, names),
+    )  # fmt: skip
 
 
 BUILDER = command.DatasetBuilder(
     "coco", "Images with objects in boxes: convert annotations of COCO.", "retinanet",
-    command.Check("Files against index.json; decodes images, draws boxes.", check_images, ("images", 256, "to decode"), picture.draw_boxes),
+    command.Check("Files against index.json; decodes images.", images.check_images, ("images", 256, "to decode"),
+                  picture.draw_boxes),
     (command.Convert("A JSON file of COCO and a folder of images, to our files.", Source, convert, add_source_options),),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser

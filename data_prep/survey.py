@@ -13,23 +13,18 @@ a star: the average precision of the best detector is not 1.
 
 S pixels per side of an image"""
 
-import argparse
-import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
-from data_prep import coco, command, galaxies, picture, store
+from data_prep import coco, command, galaxies, images, picture
 from data_prep.command import option
 from data_prep.galaxies import Galaxy
 from data_prep.galaxy_models import READ_NOISE, Array, Camera
-from hpcai.data.image_files import decode_image
 
 NAMES = ("star", "elliptical", "spiral", "edge-on disc", "merger")
 SPIRALS = ("tight spiral", "loose spiral", "barred spiral")
@@ -49,7 +44,7 @@ class Recipe(command.Recipe):
     seeing: float = option(1.2, "mean FWHM of the point spread function in r, arcsec", metavar="X", type=command.within(0.1, 5))
     exposure: float = option(54.0, "seconds in each band", metavar="X", type=command.within(1, 1e5))
     limit: float = option(19.5, "magnitude of the faintest galaxy in r", metavar="X", type=command.within(15, 21))
-    galaxies: float = option(10.0, "mean number of galaxies", metavar="X", type=command.within(0, 1000))
+    galaxies: float = option(16.0, "mean number of galaxies", metavar="X", type=command.within(0, 1000))
     stars: float = option(6.0, "mean number of stars", metavar="X", type=command.within(0, 1000))
     rows: int = option(200, "images per file", type=command.positive)
     validation: float = command.fraction(0.15, "the images")
@@ -57,8 +52,6 @@ class Recipe(command.Recipe):
 
     def sample(self, index: int) -> dict[str, Any]:
         """Simulate an image, with the entries of ``FIELDS``, and its pixels uint8 [S, S, 3]."""
-        from PIL import Image
-
         rng = self.generator(1, index)
         seeing = self.seeing * rng.lognormal(0, 0.1)
         cameras = {size: Camera(size, self.pixel, seeing, self.exposure) for size in (self.size, *STAMPS)}
@@ -75,11 +68,10 @@ class Recipe(command.Recipe):
         noise = math.sqrt(float(camera.sky[1, 0, 0]) + READ_NOISE**2)
         found = [seen for label, into, part in objects if (seen := find_box(label, into, part[1], image[1], ISOPHOTE * noise))]
         pixels = camera.to_rgb(camera.expose(image, rng))
-        Image.fromarray(np.ascontiguousarray(pixels)).save(file := io.BytesIO(), "PNG")
-        data, (labels, boxes, area) = np.frombuffer(file.getvalue(), np.uint8), zip(*found) if found else ((), (), ())
-        values = {"labels": np.array(labels), "boxes": np.reshape(boxes, (-1, 4)), "area": np.array(area), "crowd": np.zeros(len(area))}
-        size = {"size": (self.size, self.size), "objects": len(area), "bytes": len(data), "id": index}
-        return {**values, **size, "image": data, "pixels": pixels}
+        data, (labels, boxes, area) = images.encode_png(pixels), zip(*found) if found else ((), (), ())
+        objects_of = {"boxes": np.array(boxes), "labels": np.array(labels), "area": np.array(area), "crowd": np.zeros(len(area))}
+        common = {"bytes": len(data), "id": index, "size": (self.size, self.size), "objects": len(area)}
+        return {**objects_of, **common, "image": data, "pixels": pixels}
 
     def objects(self, rng: np.random.Generator) -> Iterator[tuple[int, Galaxy, Any]]:
         """Yield class, galaxy (of a star: its magnitude) and row and column of each object. Half of the galaxies are in a cluster,
@@ -108,7 +100,7 @@ def draw(rng: np.random.Generator, name: str, galaxy: Galaxy, camera: Camera) ->
 
 
 def find_box(label: int, into: Any, light: Array, image: Array, threshold: float) -> tuple[int, Any, int] | None:
-    """Return label, box and area of an object, whose own ``light`` is at ``into`` of the ``image`` in r, or None if it is not seen."""
+    """Return label, box and area of an object, whose own ``light`` is at ``into`` of the ``image`` in r; None if it is not seen."""
     if not light.size or (inside := light > threshold).sum() < LEAST:
         return None
     rows, columns = (np.flatnonzero(inside.any(axis)) for axis in (1, 0))
@@ -119,40 +111,16 @@ def find_box(label: int, into: Any, light: Array, image: Array, threshold: float
     return label, (left + columns[0], top + rows[0], left + columns[-1] + 1, top + rows[-1] + 1), int(inside.sum())
 
 
-def write_images(recipe: Recipe, samples: Sequence[int], path: Path) -> None:
-    store.write_rows(path, FIELDS, [recipe.sample(index) for index in samples], {"kind": "simulated", "samples": list(samples)})
-
-
-def simulate(options: argparse.Namespace) -> command.Plan:
-    recipe = Recipe.from_options(options)
-    members = recipe.numbers_by_split(options.samples)
-    command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")
-    contents = store.Contents(FIELDS)
-    jobs = [store.Job(options.out / split / f"images_{i:06d}.h5", partial(write_images, recipe, part), contents, len(part))
-            for split, items in members.items() for i, part in enumerate(command.batched(items, options.rows))]  # fmt: skip
-    message = f"{options.samples} images of {recipe.size} x {recipe.size} pixels in {options.out}"
-    header = {"classes": list(NAMES), "categories": list(range(1, len(NAMES) + 1))}
-    return command.Plan(recipe, jobs, header, message, finalize=partial(coco.write_truth, dict(enumerate(NAMES, 1))))
-
-
-def check_images(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the images of a simulation that differ from a new one by more than the rounding of another processor."""
-    recipe = Recipe.from_options(argparse.Namespace(**prepared.recipe))
-    for path, row in (rows := command.subsample(prepared.locations, options.check_count)):
-        with h5py.File(path, "r") as file:
-            stored, index = next(store.read_rows(file, FIELDS, row, row + 1)), file.attrs["samples"][row]
-        expected = recipe.sample(int(index))
-        difference = np.abs(decode_image(stored["image"].tobytes(), str(path)).astype(int) - expected["pixels"]).mean()
-        if stored["objects"] != expected["objects"] or difference > 0.1:
-            yield f"{path}: row {row}: its {stored['objects']} objects or its pixels differ from the simulation; make the file again"
-    print(f"{len(rows)} images compared with new ones")
-
-
+CATEGORIES = dict(enumerate(NAMES, 1))
+HEADER = {"classes": list(NAMES), "categories": list(CATEGORIES)}
 BUILDER = command.DatasetBuilder(
     "survey", "Fields of a sky survey with objects in boxes: simulate them, or check them.", "retinanet",
-    command.Check("Files against index.json, images against the simulation.", check_images,
-                  ("images", 16, "images to simulate again"), picture.draw_boxes),
-    (command.Simulate("Clusters of galaxies, mergers and stars.", Recipe, ("samples", 600, "how many; a later run may ask for more"), simulate),),
+    command.Check("Files against index.json, images against the simulation.",
+                  partial(images.check_simulated, Recipe, FIELDS, "objects"), ("images", 16, "images to simulate again"),
+                  picture.draw_boxes),
+    (command.Simulate("Clusters of galaxies, mergers and stars.", Recipe,
+                      ("samples", 600, "how many; a later run may ask for more"),
+                      partial(images.simulate, Recipe, FIELDS, HEADER, finalize=partial(coco.write_truth, CATEGORIES))),),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

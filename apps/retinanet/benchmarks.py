@@ -15,7 +15,7 @@ from hpcai.data.splits import Samples, make_loader, open_split
 from hpcai.dist import Mesh
 from hpcai.models.retinanet import Batch, RetinaNet, detections, loss, parallelize
 from hpcai.models.retinanet.model import FrozenBatchNorm, Level
-from hpcai.nn import BatchNorm, Conv2d, GroupNorm
+from hpcai.nn import BatchNorm, Conv2d
 
 _OBJECTS = 8  # of an image
 
@@ -37,22 +37,21 @@ class Benchmark(Workload):
     def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(RetinaNet(cfg.model), mesh, cfg.batchnorm_group if "kernels" in enabled else 1)
         if "kernels" not in enabled:
-            plain = {BatchNorm: ReferenceBatchNorm, FrozenBatchNorm: _ReferenceFrozen, Conv2d: nn.Conv2d, GroupNorm: _ReferenceGroupNorm}
-            swap_classes(model, plain)
+            swap_classes(model, {BatchNorm: ReferenceBatchNorm, FrozenBatchNorm: _ReferenceFrozen, Conv2d: nn.Conv2d})
         if "channels-last" not in enabled:
             swap_classes(model.to(memory_format=torch.contiguous_format), {RetinaNet: _Contiguous})
         return model
 
     def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
-        size = np.array(cfg.model.size)
+        size, labels = np.array(cfg.model.size), random.integers(cfg.model.outputs, size=_OBJECTS)
         corners = np.sort(random.random((_OBJECTS, 2, 2), np.float32) * size[::-1].astype(np.float32), 1)
-        labels = random.integers(cfg.model.outputs, size=_OBJECTS)
-        return random.integers(0, 256, (*size, 3), np.uint8), corners.reshape(-1, 4), labels, size, size, np.int64(random.integers(99))
+        return random.integers(0, 256, (*size, 3), np.uint8), corners.reshape(-1, 4), labels, size, size, np.int64(0)
 
     def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         sample = self.random_sample(cfg, np.random.default_rng(0))
         fields: Any = {name: (str(value.dtype), value.shape) for name, value in zip(self.fields, sample)}
-        return make_loader(_Decoded(open_split(cfg.data.directory / split, fields, "", cfg.data, mesh)), cfg.data.batch, cfg.data, mesh, **kwargs)
+        rows = open_split(cfg.data.directory / split, fields, "", cfg.data, mesh)
+        return make_loader(_Decoded(rows), cfg.data.batch, cfg.data, mesh, **kwargs)
 
 
 class _Decoded(Samples):
@@ -62,15 +61,11 @@ class _Decoded(Samples):
 
 class _ReferenceFrozen(FrozenBatchNorm):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        scale = (self.weight * (self.running_var + self.eps).rsqrt())[:, None, None]  # type: ignore[operator]
-        y = x * scale + (self.bias[:, None, None] - self.running_mean[:, None, None] * scale)  # type: ignore[index, operator]
+        weight, bias, mean, variance = (buffer[:, None, None] for buffer in self.buffers())
+        scale = weight * (variance + self.eps).rsqrt()
+        y = x * scale + (bias - mean * scale)
         y = y if residual is None else y + residual
         return y.relu() if self.relu else y
-
-
-class _ReferenceGroupNorm(GroupNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.relu(nn.functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
 
 
 class _Contiguous(RetinaNet):

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from apps.retinanet.settings import Config
-from hpcai.data import Loader, Rows
-from hpcai.data.images import as_image, with_classes
+from hpcai.data import Rows
+from hpcai.data.images import as_image, mirror_boxes, with_classes
 from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
@@ -36,9 +36,9 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, Reti
     few = Images(validation, cfg, False, shard, cfg.data.pictures)
     with open_loaders(
         mesh,
-        lambda: build_loader(Images(train, cfg, True, shard), cfg.data.batch, cfg, mesh, **kwargs),
-        lambda: build_loader(Images(validation, cfg, False, shard), batch, cfg, mesh, name="validation", **HELD_OUT),
-        (lambda: build_loader(few, batch, cfg, mesh, name="pictures", **HELD_OUT)) if len(few) else None,
+        lambda: make_loader(Images(train, cfg, True, shard), cfg.data.batch, cfg.data, mesh, **kwargs),
+        lambda: make_loader(Images(validation, cfg, False, shard), batch, cfg.data, mesh, name="validation", **HELD_OUT),
+        (lambda: make_loader(few, batch, cfg.data, mesh, name="pictures", **HELD_OUT)) if len(few) else None,
     ) as (training, held_out, pictures):
         yield training, held_out, pictures, with_classes(cfg.model, train)
 
@@ -55,24 +55,20 @@ class Images(Samples):
         """Return whether the image is flipped in x, in y, then transposed."""
         if not self.train:
             return False, False, False
-        data = self.cfg.data
-        x, y, transpose = (np.random.Generator(np.random.PCG64([self.cfg.train.seed, epoch, index, _STREAM])).random(3) < 0.5).tolist()
+        data, bits = self.cfg.data, np.random.PCG64([self.cfg.train.seed, epoch, index, _STREAM])
+        x, y, transpose = (np.random.Generator(bits).random(3) < 0.5).tolist()
         return (x, y, transpose if data.flip else x != y) if data.rotate90 else (x and data.flip, False, False)
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         name, limit = self.describe(index), self.cfg.data.objects
         image, mirror = as_image(values["image"].tobytes(), name), self.mirror(index, epoch)
         pixels = resize(image, self.cfg.model, mirror)
-        size = np.array(pixels.shape[1::-1], np.float32)
-        boxes = values["boxes"][values["crowd"] == 0] * np.tile(size / image.size, 2).astype(np.float32)
-        for axis in (0, 1):
-            if mirror[axis]:
-                boxes[:, [axis, axis + 2]] = size[axis] - boxes[:, [axis + 2, axis]]
-        boxes = boxes[:, [1, 0, 3, 2]] if mirror[2] else boxes
+        size, alone = pixels.shape[:2], values["crowd"] == 0
+        scale = np.tile(np.divide(size[::-1], image.size), 2).astype(np.float32)
+        boxes, labels = mirror_boxes(values["boxes"][alone] * scale, size, mirror), values["labels"][alone].astype(np.int64)
         if limit is not None and len(boxes) > limit:
             raise DataError(f"{name}: {len(boxes)} objects, data.objects is {limit}; raise it")
-        labels, sizes = values["labels"][values["crowd"] == 0].astype(np.int64), (pixels.shape[:2], image.size[::-1])
-        return Batch(pixels[self.shard], boxes, labels, *map(np.array, sizes), np.array(values["id"]))
+        return Batch(pixels[self.shard], boxes, labels, *map(np.array, (size, image.size[::-1], values["id"])))
 
     def collate(self, samples: Sequence[Batch]) -> Batch:
         """Return a batch of samples whose objects, and images of several sizes, are padded."""
@@ -84,10 +80,6 @@ class Images(Samples):
         images = (np.stack if self.cfg.model.resize == "fixed" else pad)([sample.image for sample in samples])
         rest = (np.stack(values) for values in list(zip(*samples))[3:])
         return Batch(*(torch.from_numpy(values) for values in (images, boxes, labels, *rest)))
-
-
-def build_loader(source: Images, batch: int, cfg: Config, mesh: Mesh, **kwargs: Any) -> Loader:
-    return make_loader(source, batch, cfg.data, mesh, **kwargs)
 
 
 def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:

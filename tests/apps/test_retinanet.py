@@ -66,7 +66,7 @@ def test_boxes_move_with_their_pixels(data: Path) -> None:
     values = {**rows.read(0), "crowd": np.arange(len(plain.labels)) == 0}
     np.testing.assert_array_equal(wide.transform(values, 0, 0).labels, plain.labels[1:])
     batch = wide.collate([wide.sample(n, 0) for n in range(3)])
-    assert batch.boxes.shape == (3, 8, 4) and (batch.labels >= 0).sum(1).tolist() == [len(wide.sample(n, 0).labels) for n in range(3)]
+    assert batch.boxes.shape[1:] == (8, 4) and (batch.labels >= 0).sum(1).tolist() == [int(rows.read(n)["objects"]) for n in range(3)]
 
 
 def test_images_of_several_sizes_are_padded(data: Path) -> None:
@@ -81,9 +81,9 @@ def test_the_saved_network_finds_what_the_run_found(data: Path) -> None:
     run = APP.cached_run(data)
     content = np.load(run / "objects.npz", allow_pickle=False)
     model = RetinaNet.load(run / "model.safetensors")
-    assert content["image"].shape == (4, 64, 64, 3) and content["classes"].tolist() == list(model.cfg.classes) and len(content["true"])
+    assert content["image"].shape == (4, 64, 64, 3) and content["classes"].tolist() == list(model.cfg.classes)
     objects = detect(model, [content["image"][0], Rows(data / "validation", FIELDS).read(1)["image"].tobytes()])
-    assert len(content["found"]) > 20
+    assert len(content["found"]) > 20 and len(content["true"])
     for number, found in zip(content["id"], objects):
         own = content["found"][content["found"][:, 0] == number]
         np.testing.assert_allclose(own[:, 1:5], found["boxes"], atol=1e-2)
@@ -105,9 +105,9 @@ def test_the_picture_has_the_scores_of_coco(tmp_path: Path) -> None:
     rows = np.array([[d["image_id"], *d["bbox"], d["score"], d["category_id"]] for d in case["detections"]])
     scores = evaluate(truth, rows)["per_category"]
     expected = {place[key]: values["ap50"] for key, values in scores.items() if values["ap50"] >= 0}
-    assert results.average_precisions == pytest.approx(expected, abs=1e-3)
+    assert {k: curve.mean() for k, curve in results.curves.items()} == pytest.approx(expected, abs=1e-3)
     assert len(picture.draw(results, LIGHT)) == 3 and len(picture.table(results).rows) == len(expected)
     assert 0 < results.chosen < len(found) and f"{np.mean([*expected.values()]):.2g}" in picture.finding(results).sentence
     np.savez(tmp_path / picture.FILE, **common, true=true, found=np.zeros((0, 7)))
     results = picture.read(tmp_path / picture.FILE)
-    assert "finds 0 % of the objects" in picture.finding(results).sentence and len(picture.draw(results, LIGHT)) == 3
+    assert picture.finding(results).sentence.startswith("0 % of the objects") and len(picture.draw(results, LIGHT)) == 3

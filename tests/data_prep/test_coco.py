@@ -58,7 +58,7 @@ def test_boxes_are_rotated_with_their_image(turned, tmp_path):
     pixels = decode_image(row["image"].tobytes(), "it")
     bright = np.argwhere((pixels == 255).all(2))
     assert [top, left] == bright.min(0).tolist() and [bottom, right] == (bright.max(0) + 1).tolist() and len(bright) == 48
-    assert row["labels"].tolist() == [1] and row["size"].tolist() == [*pixels.shape[:2]] and row["image"].tobytes() == encode(turned=turned)
+    assert row["labels"].tolist() == [1] and row["size"].tolist() == [*pixels.shape[:2]]
     truth = read_json(tmp_path / "out/validation" / coco.TRUTH)
     assert truth["annotations"][0]["bbox"] == [left, top, right - left, bottom - top] and truth["annotations"][0]["area"] == 7
     assert [each["iscrowd"] for each in truth["annotations"]] == [0, 1] and truth["categories"][1] == {"id": 9, "name": "dog"}
@@ -74,7 +74,7 @@ def test_annotations_of_the_upright_image_and_images_of_other_modes(tmp_path):
     assert run("convert", source, source.parent / "images", tmp_path / "modes", "--validation-annotations", source) == 0
     assert columns(tmp_path / "modes/train")["boxes"].tolist() == [[0, 20, 7, 30]], "clipped"
     assert [len(row["labels"]) for row in rows_of(tmp_path / "modes/train")] == [1, 0, 0], "images without an object are kept"
-    assert check_fails(run, tmp_path / "modes", tmp_path / "bad", set_to("size", 0, (5, 5)), "its size or its boxes are of another")
+    assert check_fails(run, tmp_path / "modes", tmp_path / "bad", set_to("image", slice(20, 900), 0), "cannot be read as an image")
 
 
 def test_a_part_is_held_out_by_the_hash_of_names(tmp_path, capsys):
@@ -100,7 +100,8 @@ def test_a_part_is_held_out_by_the_hash_of_names(tmp_path, capsys):
 def test_bad_items_are_refused_or_counted(images, annotations, message, tmp_path, capsys):
     source = write_source(tmp_path / "in", images, *annotations)
     good = write_source(tmp_path / "good", [encode()])
-    args = [source, source.parent / "images", tmp_path / "out", "--validation-annotations", good, "--validation-images", good.parent / "images"]
+    held_out = "--validation-annotations", good, "--validation-images", good.parent / "images"
+    args = source, source.parent / "images", tmp_path / "out", *held_out
     assert run("convert", *args) == 2
     check_error(capsys, message, "--skip-bad")
     assert run("convert", *args, "--skip-bad") == 0 and "1" in capsys.readouterr().out

@@ -116,6 +116,8 @@ def objects(model: Any, batch: Batch) -> dict[str, Tensor]:
     true [n, 6], number, x1 y1 x2 y2 and class, and found [m, 7], number, x1 y1 x2 y2, score and class."""
     found = detections(model, batch._replace(original=batch.within))["detections"]
     true = torch.cat((batch.boxes, batch.labels[..., None]), 2)
-    rows = ((values, batch.id.to(values.dtype)[:, None, None].expand(-1, values.shape[1], 1)) for values in (true.double(), found.double()))
-    true, found = (torch.cat((number, values), 2)[values[..., -1] >= 0] for values, number in rows)
-    return {"image": model.anchors.full(batch.image), "id": batch.id, "true": true, "found": found}
+    rows = {}
+    for name, values in (("true", true.double()), ("found", found.double())):
+        number = batch.id.double()[:, None, None].expand(-1, values.shape[1], 1)
+        rows[name] = torch.cat((number, values), 2)[values[..., -1] >= 0]
+    return {"image": model.anchors.full(batch.image), "id": batch.id, **rows}

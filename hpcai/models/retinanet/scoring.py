@@ -28,8 +28,8 @@ class Scoring(AbstractContextManager["Scoring"]):
     """A metric for ``train.fit``: COCO's scores (``STATS``) of the detections in the images of the file ``truth``, and ap50_<class>
     of up to 20 classes.
 
-    Each image has a row of a table, which ranks and batches fill by a sum, exactly: 24 bytes per detection. The first rank passes the
-    table to a process, bound to ``cores`` if there are any (``async_coco`` of MLPerf); with train.evaluate=background, or
+    Each image has a row of a table, which ranks and batches fill by a sum, exactly: 24 bytes per detection. The first rank passes
+    the table to a process, bound to ``cores`` if there are any (``async_coco`` of MLPerf); with train.evaluate=background, or
     mesh.evaluate, training goes on meanwhile. An image that a loader reads twice, in place of one that it cannot read, has no
     detections. Raises MissingExtraError without faster-coco-eval, and DataError for a ``truth`` that is no file of COCO.
     """
