@@ -138,8 +138,8 @@ def test_galaxies_are_classified_with_calibrated_probabilities(tmp_path: Path) -
 
 
 def segment(pixels: np.ndarray, threshold: float) -> np.ndarray:
-    """Return x, y, width, height and light of what is brighter than ``threshold`` times the noise of a smoothed image, divided among
-    its peaks by steepest ascent, as SExtractor (Bertin and Arnouts 1996) detects and deblends.   [H, W, 3] -> [n, 5]"""
+    """Return x, y, width, height and light of what is brighter than ``threshold`` times the noise of a smoothed image, divided
+    among its peaks by steepest ascent, as SExtractor (Bertin and Arnouts 1996) detects and deblends.   [H, W, 3] -> [n, 5]"""
     light = ndimage.gaussian_filter(pixels.mean(2) - np.median(pixels.mean(2)), 1.0)
     is_bright, size = light > threshold * 1.48 * np.median(np.abs(light - np.median(light))), len(light)
     hill = np.pad(ndimage.gaussian_filter(light, 1.0), 1, constant_values=-np.inf)

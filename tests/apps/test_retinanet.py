@@ -66,7 +66,8 @@ def test_boxes_move_with_their_pixels(data: Path) -> None:
     values = {**rows.read(0), "crowd": np.arange(len(plain.labels)) == 0}
     np.testing.assert_array_equal(wide.transform(values, 0, 0).labels, plain.labels[1:])
     batch = wide.collate([wide.sample(n, 0) for n in range(3)])
-    assert batch.boxes.shape[1:] == (8, 4) and (batch.labels >= 0).sum(1).tolist() == [int(rows.read(n)["objects"]) for n in range(3)]
+    counts = [int(rows.read(n)["objects"]) for n in range(3)]
+    assert batch.boxes.shape == (3, 8, 4) and (batch.labels >= 0).sum(1).tolist() == counts
 
 
 def test_images_of_several_sizes_are_padded(data: Path) -> None:

@@ -56,7 +56,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "cosmoflow": CosmoFlow(CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1,) * 4, high=(0.9,) * 4)),
         "deepcam": DeepCam(DeepCamConfig(divide=16, middle=0, low=(0.0,) * 16, high=(1.0,) * 16)),
         "resnet": ResNet(ResNetConfig(layers=(1, 1, 1, 1), base_width=4, size=32, resize=36, classes=("disc", "merger"))),
-        "retinanet": RetinaNet(RetinaNetConfig(base_width=4, width_per_group=64, fpn_channels=8, size=(64, 64), num_classes=2)),
+        "retinanet": RetinaNet(RetinaNetConfig(base_width=4, groups=1, width_per_group=64, size=(64, 64), num_classes=2)),
         "unet3d": UNet3D(UNet3DConfig(filters=(4, 4), window=(8, 16, 16))),
     }
     for name, model in models.items():
