@@ -125,8 +125,8 @@ def write_images(ids: Sequence[int], skip_bad: bool, folder: Path, entries: Sequ
             if listed not in (raw, upright):
                 sizes = [" x ".join(map(str, size)) for size in (upright, listed)]
                 raise DataError(f"{name}: {sizes[0]}, its annotations are of {sizes[1]}; give the image that was annotated")
-            boxes, labels, area, crowd = zip(*entry["objects"]) if entry["objects"] else ((), (), (), ())
-            boxes = mirror_boxes(np.reshape(boxes, (-1, 4)), raw, UPRIGHT.get(turned if listed == raw else 1, UPRIGHT[1]))
+            corners, labels, area, crowd = zip(*entry["objects"]) if entry["objects"] else ((), (), (), ())
+            boxes = mirror_boxes(np.reshape(corners, (-1, 4)), raw, UPRIGHT.get(turned if listed == raw else 1, UPRIGHT[1]))
             columns = {"boxes": boxes, "labels": np.searchsorted(ids, labels), "area": np.array(area), "crowd": np.array(crowd)}
             values = {"bytes": len(data), "image": np.frombuffer(data, np.uint8), "objects": len(boxes), **columns}
             rows.append({**values, "id": entry["id"], "size": upright})

@@ -13,6 +13,7 @@ from apps.retinanet.settings import Config
 from hpcai.cli.report.theme import LIGHT
 from hpcai.data import Rows
 from hpcai.models.retinanet import RetinaNet, RetinaNetConfig, detect, evaluate
+from hpcai.settings import ScheduleConfig
 from hpcai.train.schedule import make_lr_schedule
 from tests.apps.app_contract import AppContract
 from tests.apps.small_apps import RETINANET as APP
@@ -40,8 +41,8 @@ class TestContract(AppContract):
 
 def test_the_learning_rate_is_that_of_mlperf() -> None:
     for case in load_json("retinanet/lr_schedule"):
-        schedule = Config().step.schedule.model_copy(update={"unit": "steps", "warmup": case["warmup_iterations"]})
-        schedule = schedule.model_copy(update={"start": case["warmup_factor"] * case["base_lr"]})
+        start = case["warmup_factor"] * case["base_lr"]
+        schedule = ScheduleConfig(unit="steps", warmup=case["warmup_iterations"], start=start)
         lr_at = make_lr_schedule(schedule, case["base_lr"], 4572, 99999)
         assert [lr_at(step) for step in case["steps"]] == pytest.approx(case["lr"], rel=1e-9)
 
@@ -68,12 +69,8 @@ def test_boxes_move_with_their_pixels(data: Path) -> None:
     batch = wide.collate([wide.sample(n, 0) for n in range(3)])
     counts = [int(rows.read(n)["objects"]) for n in range(3)]
     assert batch.boxes.shape == (3, 8, 4) and (batch.labels >= 0).sum(1).tolist() == counts
-
-
-def test_images_of_several_sizes_are_padded(data: Path) -> None:
-    cfg = Config.model_validate({"model": {"resize": "shorter", "shorter": 40, "longer": 90}, "data": {"objects": 30}})
-    samples = Images(Rows(data / "train", FIELDS), cfg, False)
-    batch = samples.collate([samples.sample(n, 0) for n in range(2)])
+    padded = Config.model_validate({"model": {"resize": "shorter", "shorter": 40, "longer": 90}, "data": {"objects": 30}})
+    batch = (samples := Images(rows, padded, False)).collate([samples.sample(n, 0) for n in range(2)])
     assert batch.image.shape == (2, 64, 64, 3) and batch.within.tolist() == [[40, 40]] * 2 and not batch.image[:, 40:].any()
     assert batch.boxes.shape == (2, 30, 4) and batch.original.tolist() == [[64, 64]] * 2
 
@@ -93,19 +90,17 @@ def test_the_saved_network_finds_what_the_run_found(data: Path) -> None:
 
 def test_the_picture_has_the_scores_of_coco(tmp_path: Path) -> None:
     case = load_json("retinanet/coco")
-    truth, names = case["ground_truth"], [str(c["id"]) for c in case["ground_truth"]["categories"]]
+    truth, ids = case["ground_truth"], [image["id"] for image in case["ground_truth"]["images"]]
     truth["annotations"] = [each for each in truth["annotations"] if not each["iscrowd"]]
-    corners = [(lambda x, y, w, h: (x, y, x + w, y + h))(*each["bbox"]) for each in [*truth["annotations"], *case["detections"]]]
-    place = {int(name): k for k, name in enumerate(names)}
-    true = [(each["image_id"], *box, place[each["category_id"]]) for each, box in zip(truth["annotations"], corners)]
-    found = [(d["image_id"], *box, d["score"], place[d["category_id"]]) for d, box in zip(case["detections"], corners[len(true) :])]
-    ids = [image["id"] for image in truth["images"]]
-    common = {"classes": names, "image": np.zeros((len(ids), 8, 8, 3), np.uint8), "id": ids}
-    np.savez(tmp_path / picture.FILE, **common, true=true, found=found)
-    results = picture.read(tmp_path / picture.FILE)
     rows = np.array([[d["image_id"], *d["bbox"], d["score"], d["category_id"]] for d in case["detections"]])
-    scores = evaluate(truth, rows)["per_category"]
-    expected = {place[key]: values["ap50"] for key, values in scores.items() if values["ap50"] >= 0}
+    true = np.array([[a["image_id"], *a["bbox"], a["category_id"] - 1] for a in truth["annotations"]])
+    found = rows - [0, 0, 0, 0, 0, 0, 1]
+    for values in (true, found):
+        values[:, 3:5] += values[:, 1:3]
+    common = {"classes": [*"abcdef"], "image": np.zeros((len(ids), 8, 8, 3), np.uint8), "id": ids}
+    np.savez(tmp_path / picture.FILE, **common, true=true, found=found)
+    results, scores = picture.read(tmp_path / picture.FILE), evaluate(truth, rows)["per_category"]
+    expected = {key - 1: values["ap50"] for key, values in scores.items() if values["ap50"] >= 0}
     assert {k: curve.mean() for k, curve in results.curves.items()} == pytest.approx(expected, abs=1e-3)
     assert len(picture.draw(results, LIGHT)) == 3 and len(picture.table(results).rows) == len(expected)
     assert 0 < results.chosen < len(found) and f"{np.mean([*expected.values()]):.2g}" in picture.finding(results).sentence

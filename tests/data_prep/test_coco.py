@@ -77,13 +77,24 @@ def test_annotations_of_the_upright_image_and_images_of_other_modes(tmp_path):
     assert check_fails(run, tmp_path / "modes", tmp_path / "bad", set_to("image", slice(20, 900), 0), "cannot be read as an image")
 
 
-def test_a_part_is_held_out_by_the_hash_of_names(tmp_path, capsys):
+def test_a_part_is_held_out_and_other_files_are_refused(tmp_path, capsys):
     source = write_source(tmp_path / "in", [encode()] * 20, (1, 2, BOX))
-    assert run("convert", source, source.parent / "images", tmp_path / "out", "--validation", 0.3, "--rows", 4) == 0
+    args = source, source.parent / "images"
+    assert run("convert", *args, tmp_path / "out", "--validation", 0.3, "--rows", 4) == 0
     ids = [columns(tmp_path / "out" / split)["id"].tolist() for split in ("train", "validation")]
     assert sorted(sum(ids, [])) == [*range(1, 21)] and 1 < len(ids[1]) < 12 and "2 classes" in capsys.readouterr().out
-    assert run("convert", source, source.parent / "images", tmp_path / "none", "--validation", 1e-9) == 2
+    assert run("convert", *args, tmp_path / "none", "--validation", 1e-9) == 2
     check_error(capsys, "no image for validation; give more, or change --validation")
+    known = json.loads(source.read_text())
+    (other := tmp_path / "other.json").write_text(json.dumps(known | {"categories": [{"id": 1, "name": "cat"}]}))
+    assert run("convert", *args, tmp_path / "none", "--validation-annotations", other) == 2
+    check_error(capsys, "its categories differ from those of")
+    short = known["annotations"][0] | {"bbox": [1, 2, 3]}
+    for text, message in (("[1", "expected a JSON file of COCO"), ('{"images": []}', "categories"),
+                          (json.dumps(known | {"annotations": [short]}), "not enough values")):  # fmt: skip
+        source.write_text(text)
+        assert run("convert", *args, tmp_path / "none") == 2
+        check_error(capsys, message)
 
 
 @pytest.mark.parametrize(("images", "annotations", "message"), [
@@ -106,19 +117,3 @@ def test_bad_items_are_refused_or_counted(images, annotations, message, tmp_path
     check_error(capsys, message, "--skip-bad")
     assert run("convert", *args, "--skip-bad") == 0 and "1" in capsys.readouterr().out
     assert len(read_json(tmp_path / "out" / store.SKIPPED)["unusable"]) == 1
-
-
-def test_other_files_are_refused(tmp_path, capsys):
-    source = write_source(tmp_path / "in", [encode()], (1, 2, [1, 2, 3]))
-    args = source.parent / "images", tmp_path / "out"
-    assert run("convert", source, *args) == 2
-    check_error(capsys, "not enough values")
-    for text, message in (("[1", "expected a JSON file of COCO"), ('{"images": []}', "categories")):
-        source.write_text(text)
-        assert run("convert", source, *args) == 2
-        check_error(capsys, message)
-    write_source(tmp_path / "in", [encode()] * 2)
-    other = json.loads(source.read_text()) | {"categories": [{"id": 1, "name": "cat"}]}
-    (tmp_path / "other.json").write_text(json.dumps(other))
-    assert run("convert", source, *args, "--validation-annotations", tmp_path / "other.json") == 2
-    check_error(capsys, "its categories differ from those of")
