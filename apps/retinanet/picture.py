@@ -79,7 +79,7 @@ def read(path: Path) -> Objects:
 
 def caption(results: Objects) -> str:
     return (f"{len(results.images):,} validation images with {len(results.true):,} objects. One is found if a detection of its"
-            " class overlaps by half of their union. Boxes are drawn down to the score at which the F1 score is highest.")
+            " class overlaps by half of their union. True boxes are white; found ones are drawn down to the score of the highest F1.")
 
 
 def finding(results: Objects) -> Finding:
@@ -97,17 +97,18 @@ def draw(results: Objects, theme: Theme) -> list[Figure]:
 
 def _draw_images(results: Objects, theme: Theme) -> Figure:
     shown, chosen = min(DRAWN, len(results.images)), results.found[: results.chosen]
-    figure = Figure(figsize=(WIDTH, -(-shown // 2) * (WIDTH / 2 + 0.2) + 0.5))
+    figure = Figure(figsize=(WIDTH, -(-shown // 2) * (WIDTH / 2 + 0.2) + 0.7))
     for axes, number, image in zip(figure.subplots(-(-shown // 2), 2, squeeze=False).flat, results.ids[:shown], results.images):
         axes.imshow(image)
         true, found = (rows[rows[:, 0] == number] for rows in (results.true, chosen))
-        for box, color, width in [*((row, "white", 2.2) for row in true), *((row, _color(row[6]), 1.0) for row in found)]:
+        for box, color, width in [*((row, "white", 1.3) for row in true), *((row, _color(row[6]), 0.7) for row in found)]:
             axes.plot(box[[1, 3, 3, 1, 1]], box[[2, 2, 4, 4, 2]], color=color, linewidth=width)
+        axes.set(xlim=(-0.5, image.shape[1] - 0.5), ylim=(image.shape[0] - 0.5, -0.5))
         axes.set_title(f"{len(true)} true, {len(found)} found", fontsize=8)
     for axes in figure.axes:
         hide_axes(axes)
     handles = [axes.plot([], [], color=_color(k), label=escape_mathtext(name))[0] for k, name in enumerate(results.names[:6])]
-    figure.legend(handles=handles, loc="lower center", ncols=3, fontsize=7, title="found; true boxes are white", title_fontsize=7)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=7)
     return figure
 
 
@@ -122,7 +123,7 @@ def _draw_precision(results: Objects, theme: Theme) -> Figure:
         label = f"{escape_mathtext(results.names[k])}: {results.curves[k].mean():.2f}"
         axes.plot(RECALLS, results.curves[k], color=_color(k), label=label)
     axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1.02), ylim=(0, 1.02))
-    axes.legend(loc="lower left", fontsize=8)
+    axes.legend(loc="best", fontsize=8)
     panel_title(axes, "Precision by recall", "overlap of 0.5, with average precisions", theme)
     return figure
 

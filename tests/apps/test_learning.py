@@ -174,7 +174,7 @@ def test_objects_of_a_survey_are_found_more_precisely_than_by_a_segmentation(tmp
         rows = np.concatenate([np.c_[np.full(len(each), number), each, np.ones(len(each))] for number, each in parts])
         scores[f"segmentation at {threshold}"] = evaluate(truth, rows)["ap50"]
     print({name: round(value, 3) for name, value in ({"ap50": last["ap50"], "ap": last["ap"]} | scores).items()})
-    assert scores.pop("network") > max(scores.values()) + 0.02 and last["ap50"] > 0.5, (last, scores)
+    assert scores.pop("network") > max(scores.values()) + 0.03 and last["ap50"] > 0.5, (last, scores)
 
 
 @claim
