@@ -42,7 +42,7 @@ RESNET = App(  # 12 training and 6 validation galaxies of 32 x 32 pixels
 RETINANET = App(  # 12 training and 6 validation fields of 64 x 64 pixels
     "retinanet",
     simulator("survey", "--samples 18 --size 64 --galaxies 4 --stars 3 --validation 0.34 --test 0 --rows 6"),
-    ["model.base_width=4", "model.fpn_channels=8", "model.size=[64,64]", "model.detections=20", "model.score_threshold=0.005",
+    ["model.base_width=4", "model.fpn_channels=8", "model.size=[64,64]", "model.detections=150", "model.score_threshold=0.0",
      "data.batch=4", "data.evaluation_batch=4", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
      "step.precision=fp32", "data.pictures=4", "step.schedule.decay=none", "step.schedule.warmup=0"],
 )  # fmt: skip

@@ -23,8 +23,8 @@ def evaluate(truth: str | Path | Mapping[str, Any], rows: np.ndarray) -> dict[st
     """Return COCO's scores of detections, rows of image, x, y, width, height, score and category, by faster-coco-eval, with
     ``truth`` the annotations of COCO, or their file.   [n, 7]
 
-    They are those of ``STATS``, of which ``ap`` is the mAP of MLPerf (target 0.34), and ``per_category``: {id: {ap, ap50, recall50,
-    precision50 at recall 0, 0.1 .. 1}}. A score without any object is -1. Raises DataError for images that are not in ``truth``.
+    They are those of ``STATS``, of which ``ap`` is the mAP of MLPerf (target 0.34), and ``per_category``: {id: {ap, ap50}}.
+    A score without any object is -1. Raises DataError for images that are not in ``truth``.
     """
     package = import_scores()
     reference = package.COCO(truth if isinstance(truth, Mapping) else str(truth))
@@ -34,12 +34,10 @@ def evaluate(truth: str | Path | Mapping[str, Any], rows: np.ndarray) -> dict[st
         {"image_id": int(r[0]), "category_id": int(r[6]), "bbox": r[1:5], "score": r[5]} for r in rows.tolist()
     ]), iouType="bbox")  # fmt: skip
     run.run()
-    precision, recall = run.eval["precision"][:, :, :, 0, -1], run.eval["recall"][:, :, 0, -1]  # [IoU, recall, K], [IoU, K]
     per_category = {}
-    for k, category in enumerate(run.params.catIds):
-        values, half = precision[:, :, k], precision[0, :, k]
-        means = {name: float(v[v > -1].mean()) if (v > -1).any() else -1.0 for name, v in (("ap", values), ("ap50", half))}
-        per_category[int(category)] = {**means, "recall50": float(recall[0, k]), "precision50": half[::10].tolist()}
+    for category, values in zip(run.params.catIds, run.eval["precision"][:, :, :, 0, -1].transpose(2, 0, 1)):  # [K, IoU, recall]
+        both = ("ap", values), ("ap50", values[0])
+        per_category[int(category)] = {name: float(v[v > -1].mean()) if (v > -1).any() else -1.0 for name, v in both}
     return {**dict(zip(STATS, map(float, run.stats))), "per_category": per_category}
 
 
