@@ -66,9 +66,9 @@ class Recipe(command.Recipe):
             objects.append((label, into, part))
         camera = cameras[self.size]
         noise = math.sqrt(float(camera.sky[1, 0, 0]) + READ_NOISE**2)
-        found = [seen for label, into, part in objects if (seen := find_box(label, into, part[1], image[1], ISOPHOTE * noise))]
+        visible = [seen for label, into, part in objects if (seen := find_box(label, into, part[1], image[1], ISOPHOTE * noise))]
         pixels = camera.to_rgb(camera.expose(image, rng))
-        data, (labels, boxes, area) = images.encode_png(pixels), zip(*found) if found else ((), (), ())
+        data, (labels, boxes, area) = images.encode_png(pixels), zip(*visible) if visible else ((), (), ())
         objects_of = {"boxes": np.array(boxes), "labels": np.array(labels), "area": np.array(area), "crowd": np.zeros(len(area))}
         common = {"bytes": len(data), "id": index, "size": (self.size, self.size), "objects": len(area)}
         return {**objects_of, **common, "image": data, "pixels": pixels}

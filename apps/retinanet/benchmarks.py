@@ -25,8 +25,8 @@ class Benchmark(Workload):
     loss = staticmethod(loss)
 
     def metric(self, model: Any, batch: Batch) -> dict[str, Any]:
-        found = detections(model, batch)["detections"][..., 5] >= 0
-        return {"detections": (found.sum(), len(found))}
+        detected = detections(model, batch)["detections"][..., 5] >= 0
+        return {"detections": (detected.sum(), len(detected))}
 
     def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:
         return [

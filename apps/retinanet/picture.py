@@ -24,20 +24,20 @@ RECALLS = np.linspace(0, 1, 101)
 
 @dataclass
 class Objects:
-    """Images of the validation split, true objects (number of the image, x1 y1 x2 y2, class) and found ones (number, x1 y1 x2 y2,
-    score, class)."""
+    """Images of the validation split, true objects (number of the image, x1 y1 x2 y2, class) and detected ones (number, x1 y1 x2
+    y2, score, class)."""
 
     names: list[str]
     images: np.ndarray                                   # [N, H, W, 3]
     ids: np.ndarray                                      # [N]
     true: np.ndarray                                     # [n, 6]
-    found: np.ndarray                                    # [m, 7] by score
+    detected: np.ndarray                                 # [m, 7] by score
 
     @cached_property
     def match(self) -> np.ndarray:
-        """The true object of each found one, or -1.   [m]"""
-        result, free = np.full(len(self.found), -1), np.ones(len(self.true), bool)
-        for number, row in enumerate(self.found):
+        """The true object of each detected one, or -1.   [m]"""
+        result, free = np.full(len(self.detected), -1), np.ones(len(self.true), bool)
+        for number, row in enumerate(self.detected):
             same = np.flatnonzero((self.true[:, 0] == row[0]) & (self.true[:, 5] == row[6]) & free)
             overlap = iou(row[1:5], self.true[same, 1:5])
             if len(same) and overlap.max() >= 0.5:
@@ -50,14 +50,14 @@ class Objects:
         """The best precision at each of ``RECALLS`` or above, by class that has objects; its mean is the average precision."""
         curves = {}
         for k in np.unique(self.true[:, 5]).astype(int):
-            hits = np.cumsum(self.match[self.found[:, 6] == k] >= 0)
+            hits = np.cumsum(self.match[self.detected[:, 6] == k] >= 0)
             best = np.maximum.accumulate((hits / np.arange(1, len(hits) + 1))[::-1])[::-1]
             curves[int(k)] = np.append(best, 0.0)[np.searchsorted(hits / (self.true[:, 5] == k).sum(), RECALLS)]
         return curves
 
     @cached_property
     def chosen(self) -> int:
-        """The number of found objects, those with the highest scores, at which the F1 score is highest."""
+        """The number of detections, those with the highest scores, at which the F1 score is highest."""
         f1 = np.cumsum(self.match >= 0) / (np.arange(1, len(self.match) + 1) + len(self.true))
         return int(f1.argmax()) + 1 if f1.any() else 0
 
@@ -69,17 +69,17 @@ def iou(box: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def read(path: Path) -> Objects:
-    content = arrays(path, {"classes": "text K", "image": "whole N H W C", "id": "whole N"}, ("true", "found"))
-    true, found = (np.asarray(content.get(name, ()), float) for name in ("true", "found"))
-    if true.shape[1:] != (6,) or not len(true) or found.shape[1:] != (7,):
-        raise DataError(f"true is {true.shape}, found {found.shape}; expected [n, 6] with an object, and [m, 7]")
-    found = found[np.argsort(-found[:, 5], kind="stable")]
-    return Objects(content["classes"].tolist(), content["image"].astype(np.uint8), content["id"], true, found)
+    content = arrays(path, {"classes": "text K", "image": "whole N H W C", "id": "whole N"}, ("true", "detected"))
+    true, detected = (np.asarray(content.get(name, ()), float) for name in ("true", "detected"))
+    if true.shape[1:] != (6,) or not len(true) or detected.shape[1:] != (7,):
+        raise DataError(f"true is {true.shape}, detected {detected.shape}; expected [n, 6] with an object, and [m, 7]")
+    detected = detected[np.argsort(-detected[:, 5], kind="stable")]
+    return Objects(content["classes"].tolist(), content["image"].astype(np.uint8), content["id"], true, detected)
 
 
 def caption(results: Objects) -> str:
     return (f"{len(results.images):,} validation images with {len(results.true):,} objects. One is found if a detection of its"
-            " class overlaps by half of their union. True boxes are white; found ones are drawn down to the score of the highest F1.")
+            " class overlaps by half of their union. True boxes are white; others are drawn down to the score of the highest F1.")
 
 
 def finding(results: Objects) -> Finding:
@@ -96,15 +96,15 @@ def draw(results: Objects, theme: Theme) -> list[Figure]:
 
 
 def _draw_images(results: Objects, theme: Theme) -> Figure:
-    shown, chosen = min(DRAWN, len(results.images)), results.found[: results.chosen]
+    shown, chosen = min(DRAWN, len(results.images)), results.detected[: results.chosen]
     figure = Figure(figsize=(WIDTH, -(-shown // 2) * (WIDTH / 2 + 0.2) + 0.7))
     for axes, number, image in zip(figure.subplots(-(-shown // 2), 2, squeeze=False).flat, results.ids[:shown], results.images):
         axes.imshow(image)
-        true, found = (rows[rows[:, 0] == number] for rows in (results.true, chosen))
-        for box, color, width in [*((row, "white", 1.3) for row in true), *((row, _color(row[6]), 0.7) for row in found)]:
+        true, detected = (rows[rows[:, 0] == number] for rows in (results.true, chosen))
+        for box, color, width in [*((row, "white", 1.3) for row in true), *((row, _color(row[6]), 0.7) for row in detected)]:
             axes.plot(box[[1, 3, 3, 1, 1]], box[[2, 2, 4, 4, 2]], color=color, linewidth=width)
         axes.set(xlim=(-0.5, image.shape[1] - 0.5), ylim=(image.shape[0] - 0.5, -0.5))
-        axes.set_title(f"{len(true)} true, {len(found)} found", fontsize=8)
+        axes.set_title(f"{len(true)} true, {len(detected)} found", fontsize=8)
     for axes in figure.axes:
         hide_axes(axes)
     handles = [axes.plot([], [], color=_color(k), label=escape_mathtext(name))[0] for k, name in enumerate(results.names[:6])]
@@ -142,10 +142,10 @@ def _draw_recall(results: Objects, theme: Theme) -> Figure:
 
 
 def table(results: Objects) -> Table:
-    rows, (kept, match) = [], (values[: results.chosen] for values in (results.found[:, 6], results.match))
+    rows, (kept, match) = [], (values[: results.chosen] for values in (results.detected[:, 6], results.match))
     for k in sorted(results.curves, key=lambda k: results.curves[k].mean())[:MAX_CLASSES]:
-        right, true, found = (int(part.sum()) for part in ((kept == k) & (match >= 0), results.true[:, 5] == k, kept == k))
-        shares = (f"{right / count:.3f}" if count else "-" for count in (true, found))
+        right, true, detected = (int(part.sum()) for part in ((kept == k) & (match >= 0), results.true[:, 5] == k, kept == k))
+        shares = (f"{right / count:.3f}" if count else "-" for count in (true, detected))
         rows.append((results.names[k], f"{true:,}", f"{results.curves[k].mean():.3f}", *shares))
     head = "", "objects", "average precision", "recall", "precision"
     return Table("Classes", "Those with the lowest average precision first.", head, rows)

@@ -161,14 +161,14 @@ def test_objects_of_a_survey_are_found_more_precisely_than_by_a_segmentation(tmp
     truth = json.loads((tmp_path / "data/validation/annotations.json").read_text())
     truth["categories"] = [{"id": 1, "name": "object"}]
     truth["annotations"] = [each | {"category_id": 1} for each in truth["annotations"]]
-    images, found = dict(zip(content["id"].tolist(), content["image"])), []
+    images, detected = dict(zip(content["id"].tolist(), content["image"])), []
     for number in images:
-        own = torch.from_numpy(content["found"][content["found"][:, 0] == number])
+        own = torch.from_numpy(content["detected"][content["detected"][:, 0] == number])
         kept = nms(own[None, :, 1:5], own[None, :, 5], None, 0.5, len(own))[0]
         boxes = own[kept[kept >= 0]].numpy()
-        found.append(np.c_[boxes[:, :3], boxes[:, 3:5] - boxes[:, 1:3], boxes[:, 5], np.ones(len(boxes))])
+        detected.append(np.c_[boxes[:, :3], boxes[:, 3:5] - boxes[:, 1:3], boxes[:, 5], np.ones(len(boxes))])
     assert len(images) == len(truth["images"])
-    scores = {"network": evaluate(truth, np.concatenate(found))["ap50"]}
+    scores = {"network": evaluate(truth, np.concatenate(detected))["ap50"]}
     for threshold in (3.0, 4.0, 5.0, 6.0):
         parts = [(number, segment(pixels, threshold)) for number, pixels in images.items()]
         rows = np.concatenate([np.c_[np.full(len(each), number), each, np.ones(len(each))] for number, each in parts])

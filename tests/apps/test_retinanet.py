@@ -81,11 +81,11 @@ def test_the_saved_network_finds_what_the_run_found(data: Path) -> None:
     model = RetinaNet.load(run / "model.safetensors")
     assert content["image"].shape == (4, 64, 64, 3) and content["classes"].tolist() == list(model.cfg.classes)
     objects = detect(model, [content["image"][0], Rows(data / "validation", FIELDS).read(1)["image"].tobytes()])
-    assert len(content["found"]) > 20 and len(content["true"])
-    for number, found in zip(content["id"], objects):
-        own = content["found"][content["found"][:, 0] == number]
-        np.testing.assert_allclose(own[:, 1:5], found["boxes"], atol=1e-2)
-        np.testing.assert_allclose(own[:, 5], found["scores"], atol=1e-5)
+    assert len(content["detected"]) > 20 and len(content["true"])
+    for number, detected in zip(content["id"], objects):
+        own = content["detected"][content["detected"][:, 0] == number]
+        np.testing.assert_allclose(own[:, 1:5], detected["boxes"], atol=1e-2)
+        np.testing.assert_allclose(own[:, 5], detected["scores"], atol=1e-5)
 
 
 def test_the_picture_has_the_scores_of_coco(tmp_path: Path) -> None:
@@ -94,16 +94,16 @@ def test_the_picture_has_the_scores_of_coco(tmp_path: Path) -> None:
     truth["annotations"] = [each for each in truth["annotations"] if not each["iscrowd"]]
     rows = np.array([[d["image_id"], *d["bbox"], d["score"], d["category_id"]] for d in case["detections"]])
     true = np.array([[a["image_id"], *a["bbox"], a["category_id"] - 1] for a in truth["annotations"]])
-    found = rows - [0, 0, 0, 0, 0, 0, 1]
-    for values in (true, found):
+    detected = rows - [0, 0, 0, 0, 0, 0, 1]
+    for values in (true, detected):
         values[:, 3:5] += values[:, 1:3]
     common = {"classes": [*"abcdef"], "image": np.zeros((len(ids), 8, 8, 3), np.uint8), "id": ids}
-    np.savez(tmp_path / picture.FILE, **common, true=true, found=found)
+    np.savez(tmp_path / picture.FILE, **common, true=true, detected=detected)
     results, scores = picture.read(tmp_path / picture.FILE), evaluate(truth, rows)["per_category"]
     expected = {key - 1: values["ap50"] for key, values in scores.items() if values["ap50"] >= 0}
     assert {k: curve.mean() for k, curve in results.curves.items()} == pytest.approx(expected, abs=1e-3)
     assert len(picture.draw(results, LIGHT)) == 3 and len(picture.table(results).rows) == len(expected)
-    assert 0 < results.chosen < len(found) and f"{np.mean([*expected.values()]):.2g}" in picture.finding(results).sentence
-    np.savez(tmp_path / picture.FILE, **common, true=true, found=np.zeros((0, 7)))
+    assert 0 < results.chosen < len(detected) and f"{np.mean([*expected.values()]):.2g}" in picture.finding(results).sentence
+    np.savez(tmp_path / picture.FILE, **common, true=true, detected=np.zeros((0, 7)))
     results = picture.read(tmp_path / picture.FILE)
     assert picture.finding(results).sentence.startswith("0 % of the objects") and len(picture.draw(results, LIGHT)) == 3

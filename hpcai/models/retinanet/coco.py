@@ -41,11 +41,11 @@ def evaluate(truth: str | Path | Mapping[str, Any], rows: np.ndarray) -> dict[st
     return {**dict(zip(STATS, map(float, run.stats))), "per_category": per_category}
 
 
-def score_images(truth: Path, categories: np.ndarray, ids: np.ndarray, found: np.ndarray) -> dict[str, Any]:
-    """Return ``evaluate`` for the detections of images.   categories [K] of the classes, ids [N], found [N, D, 6] with class -1 for
-    padding (``objective.detections``)"""
-    image, slot = np.nonzero(found[..., 5] >= 0)
-    objects = found[image, slot].astype(np.float64)
+def score_images(truth: Path, categories: np.ndarray, ids: np.ndarray, detected: np.ndarray) -> dict[str, Any]:
+    """Return ``evaluate`` for the detections of images.   categories [K] of the classes, ids [N], detected [N, D, 6] with class -1
+    for padding (``objective.detections``)"""
+    image, slot = np.nonzero(detected[..., 5] >= 0)
+    objects = detected[image, slot].astype(np.float64)
     sides, category = objects[:, 2:4] - objects[:, :2], categories[objects[:, 5].astype(np.int64)]
     return evaluate(truth, np.column_stack((ids[image], objects[:, :2], sides, objects[:, 4], category)))
 

@@ -113,11 +113,11 @@ def detections(model: Any, batch: Batch) -> dict[str, Tensor]:
 @torch.no_grad()
 def objects(model: Any, batch: Batch) -> dict[str, Tensor]:
     """Return images [B, H, W, 3] and their numbers [B] for plots, and the objects of all of them, in pixels of ``batch.image``:
-    true [n, 6], number, x1 y1 x2 y2 and class, and found [m, 7], number, x1 y1 x2 y2, score and class."""
-    found = detections(model, batch._replace(original=batch.within))["detections"]
+    true [n, 6], number, x1 y1 x2 y2 and class, and detected [m, 7], number, x1 y1 x2 y2, score and class."""
+    detected = detections(model, batch._replace(original=batch.within))["detections"]
     true = torch.cat((batch.boxes, batch.labels[..., None]), 2)
     rows = {}
-    for name, values in (("true", true.double()), ("found", found.double())):
+    for name, values in (("true", true.double()), ("detected", detected.double())):
         number = batch.id.double()[:, None, None].expand(-1, values.shape[1], 1)
         rows[name] = torch.cat((number, values), 2)[values[..., -1] >= 0]
     return {"image": model.anchors.full(batch.image), "id": batch.id, **rows}

@@ -54,11 +54,11 @@ class Scoring(AbstractContextManager["Scoring"]):
         return {"scores of COCO": (table, self._score)}
 
     def _score(self, table: Tensor) -> dict[str, float]:
-        count, found = table[:, 0], table[:, 1:].contiguous().view(torch.float32).unflatten(1, (-1, 6))
+        count, detected = table[:, 0], table[:, 1:].contiguous().view(torch.float32).unflatten(1, (-1, 6))
         if (count >= _UNKNOWN).any():
             raise DataError(f"{self.truth}: lacks an image of the validation split; write both again")
-        found[count != 1, :, 5] = -1.0
-        arrays = np.array([*self.categories]), self.ids.cpu().numpy(), found.numpy()
+        detected[count != 1, :, 5] = -1.0
+        arrays = np.array([*self.categories]), self.ids.cpu().numpy(), detected.numpy()
         scores = self._pool.submit(score_images, self.truth, *arrays).result()
         classes = self.categories if len(self.categories) <= _MAX_CLASSES else ()
         by_class = {f"ap50_{self.categories[key].replace(' ', '_')}": scores["per_category"][key]["ap50"] for key in classes}
