@@ -12,23 +12,18 @@ chance neighbours look like a merger before its pericentre, which has no tails.
 
 P pixels per side of a scene"""
 
-import argparse
-import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
 
-from data_prep import command, images, picture, store
+from data_prep import command, images, picture
 from data_prep import galaxy_models as models
 from data_prep.command import option
 from data_prep.galaxy_models import Array, Camera, Grid, Plane, Point
-from hpcai.data.image_files import decode_image
 
 HUBBLE_LENGTH = 4283.0                          # Mpc, c / H_0 for 70 km/s/Mpc
 FARTHEST = 0.15                                 # redshift
@@ -180,8 +175,6 @@ class Recipe(command.Recipe):
 
     def sample(self, index: int) -> dict[str, Any]:
         """Simulate an image, with the entries of ``FIELDS``, and its pixels uint8 [S, S, 3]."""
-        from PIL import Image
-
         rng, name = self.generator(1, index), NAMES[label := index % len(NAMES)]
         camera = Camera(self.size, self.width / self.size, self.seeing * rng.lognormal(0, 0.1), self.exposure)
         galaxy = draw_galaxy(rng, name in ("elliptical", "lenticular"), self.limit, self.width)
@@ -192,45 +185,18 @@ class Recipe(command.Recipe):
             other = Galaxy(galaxy.magnitude + rng.uniform(0, 2), galaxy.radius * rng.uniform(0.4, 1), galaxy.redshift, at)
             scene += DRAW[NAMES[rng.integers(4)]](rng, camera.grid, other) * camera.electrons(other.magnitude)
         pixels = camera.to_rgb(camera.expose(camera.blur(scene), rng))
-        Image.fromarray(np.ascontiguousarray(pixels)).save(file := io.BytesIO(), "PNG")
-        image = np.frombuffer(file.getvalue(), np.uint8)
+        image = images.encode_png(pixels)
         return {"bytes": len(image), "image": image, "label": label, "pixels": pixels}
-
-
-def write_images(recipe: Recipe, samples: Sequence[int], path: Path) -> None:
-    store.write_rows(path, FIELDS, [recipe.sample(index) for index in samples], {"kind": "simulated", "samples": list(samples)})
-
-
-def simulate(options: argparse.Namespace) -> command.Plan:
-    recipe = Recipe.from_options(options)
-    members = recipe.numbers_by_split(options.samples)
-    command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")
-    contents = store.Contents(FIELDS)
-    jobs = [store.Job(options.out / split / f"images_{i:06d}.h5", partial(write_images, recipe, part), contents, len(part))
-            for split, items in members.items() for i, part in enumerate(command.batched(items, options.rows))]  # fmt: skip
-    message = f"{options.samples} images of {recipe.size} x {recipe.size} pixels in {options.out}"
-    return command.Plan(recipe, jobs, {"classes": list(NAMES)}, message)
-
-
-def check_images(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
-    """Yield the images of a simulation that differ from a new one by more than the rounding of another processor."""
-    recipe = Recipe.from_options(argparse.Namespace(**prepared.recipe))
-    for path, row in (rows := command.subsample(prepared.locations, options.check_count)):
-        with h5py.File(path, "r") as file:
-            stored, index = next(store.read_rows(file, FIELDS, row, row + 1)), file.attrs["samples"][row]
-        expected = recipe.sample(int(index))
-        difference = np.abs(decode_image(stored["image"].tobytes(), str(path)).astype(int) - expected["pixels"]).mean()
-        if stored["label"] != expected["label"] or difference > 0.1:
-            yield f"{path}: row {row}: the image of class {stored['label']} differs from the simulation; make the file again"
-    print(f"{len(rows)} images compared with new ones")
 
 
 BUILDER = command.DatasetBuilder(
     "galaxies", "Images of galaxies with classes: simulate them, or check them.", "resnet",
-    command.Check("Files against index.json, images against the simulation.", check_images,
-                  ("images", 64, "images to simulate again"), picture.draw_classes),
+    command.Check("Files against index.json, images against the simulation.",
+                  partial(images.check_simulated, Recipe, FIELDS, "label"), ("images", 64, "images to simulate again"),
+                  picture.draw_classes),
     (command.Simulate("Galaxies of a survey, with the classes of their models.", Recipe,
-                      ("samples", 6000, "how many; a later run may ask for more"), simulate),),
+                      ("samples", 6000, "how many; a later run may ask for more"),
+                      partial(images.simulate, Recipe, FIELDS, {"classes": list(NAMES)})),),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

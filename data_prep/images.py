@@ -16,7 +16,8 @@ N rows of a file"""
 
 import argparse
 import hashlib
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -165,7 +166,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
 
 def check_images(prepared: command.PreparedDataset, options: argparse.Namespace) -> Iterator[str]:
     """Yield the images that cannot be decoded."""
-    fields, rows = image_fields(len(prepared.index["classes"])), command.subsample(prepared.locations, options.check_count)
+    fields, rows = {"image": image_fields(1)["image"]}, command.subsample(prepared.locations, options.check_count)
     for path, row in rows:
         with h5py.File(path, "r") as file:
             data = next(store.read_rows(file, fields, row, row + 1))["image"].tobytes()
@@ -174,6 +175,52 @@ def check_images(prepared: command.PreparedDataset, options: argparse.Namespace)
         except DataError as problem:
             yield str(problem)
     print(f"{len(rows)} images decoded")
+
+
+# ---- simulations
+
+
+def encode_png(pixels: np.ndarray) -> np.ndarray:
+    """Return a file of pixels [H, W, 3].   [bytes] uint8"""
+    from PIL import Image
+
+    Image.fromarray(np.ascontiguousarray(pixels)).save(file := io.BytesIO(), "PNG")
+    return np.frombuffer(file.getvalue(), np.uint8)
+
+
+def write_simulated(recipe: Any, fields: store.Fields, samples: Sequence[int], path: Path) -> None:
+    store.write_rows(path, fields, [recipe.sample(index) for index in samples], {"kind": "simulated", "samples": list(samples)})
+
+
+def simulate(
+    kind: type[Any], fields: store.Fields, header: dict[str, Any], options: argparse.Namespace,
+    finalize: Callable[[Path], None] | None = None,
+) -> command.Plan:  # fmt: skip
+    """Return the files of a simulation by a recipe ``kind``, whose ``sample(index)`` has the values of a row, and its "pixels"."""
+    recipe = kind.from_options(options)
+    members = recipe.numbers_by_split(options.samples)
+    command.require_splits([split for split in members if members[split]], options, f"--samples {options.samples}")
+    contents, write = store.Contents(fields), partial(write_simulated, recipe, fields)
+    jobs = [store.Job(options.out / split / f"images_{i:06d}.h5", partial(write, part), contents, len(part))
+            for split, items in members.items() for i, part in enumerate(command.batched(items, options.rows))]  # fmt: skip
+    message = f"{options.samples} images of {recipe.size} x {recipe.size} pixels in {options.out}"
+    return command.Plan(recipe, jobs, header, message, finalize=finalize)
+
+
+def check_simulated(
+    kind: type[Any], fields: store.Fields, name: str, prepared: command.PreparedDataset, options: argparse.Namespace,
+) -> Iterator[str]:  # fmt: skip
+    """Yield the images of a simulation whose field ``name`` differs from a new one, or whose pixels do by more than the rounding of
+    another processor."""
+    recipe = kind.from_options(argparse.Namespace(**prepared.recipe))
+    for path, row in (rows := command.subsample(prepared.locations, options.check_count)):
+        with h5py.File(path, "r") as file:
+            stored, index = next(store.read_rows(file, fields, row, row + 1)), file.attrs["samples"][row]
+        expected = recipe.sample(int(index))
+        difference = np.abs(decode_image(stored["image"].tobytes(), str(path)).astype(int) - expected["pixels"]).mean()
+        if stored[name] != expected[name] or difference > 0.1:
+            yield f"{path}: row {row}: the image of {name} {stored[name]} differs from the simulation; make the file again"
+    print(f"{len(rows)} images compared with new ones")
 
 
 BUILDER = command.DatasetBuilder(

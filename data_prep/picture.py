@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from data_prep import store
-from hpcai.data.image_files import open_image, to_rgb
+from hpcai.data.image_files import decode_image, open_image, to_rgb
 from hpcai.durable import replace_file
 
 NAME = "samples.png"
@@ -67,6 +67,25 @@ def draw_classes(locations: Sequence[tuple[Path, int]], index: dict[str, Any], p
             axis.set_frame_on(False)
             if image is not None:
                 axis.imshow(image, interpolation="nearest")
+    figure.savefig(content := io.BytesIO(), dpi=80, format="png")
+    replace_file(path, content.getvalue())
+
+
+def draw_boxes(locations: Sequence[tuple[Path, int]], index: dict[str, Any], path: Path, count: int = 9) -> None:
+    """Draw some images with the boxes of their objects, in colours of the classes. They are as of data_prep.coco."""
+    from matplotlib.figure import Figure
+
+    fields = {name: store.Field(entry["dtype"], tuple(entry["shape"])) for name, entry in index["fields"].items()}
+    figure = Figure(figsize=(15, 15.5), layout="constrained")
+    figure.suptitle(", ".join(f"{name} (C{k % 10})" for k, name in enumerate(index["classes"][:CLASSES])), fontsize=11)
+    for axis, (file_path, row) in zip(figure.subplots(3, 3).flat, locations[:: max(1, len(locations) // count)]):
+        with h5py.File(file_path, "r") as file:
+            values = next(store.read_rows(file, fields, row, row + 1))
+        axis.imshow(decode_image(values["image"].tobytes(), f"{file_path}: row {row}"))
+        axis.set_title(f"{file_path.parent.name}/{file_path.name} row {row}", fontsize=9)
+        axis.set_axis_off()
+        for (left, top, right, bottom), label in zip(values["boxes"], values["labels"]):
+            axis.plot([left, right, right, left, left], [top, top, bottom, bottom, top], f"C{label % 10}", linewidth=1)
     figure.savefig(content := io.BytesIO(), dpi=80, format="png")
     replace_file(path, content.getvalue())
 

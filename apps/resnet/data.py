@@ -6,10 +6,9 @@ from typing import Any
 
 from apps.resnet.settings import Config
 from hpcai.data import Loader, Rows
-from hpcai.data.images import FIELDS, ImageSamples, dali_fields
+from hpcai.data.images import FIELDS, ImageSamples, dali_fields, with_classes
 from hpcai.data.splits import HELD_OUT, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
-from hpcai.errors import DataError
 from hpcai.models.resnet import Batch, ResNetConfig
 from hpcai.programs import command_of
 
@@ -19,7 +18,6 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, ResN
     """Yield loaders for training (None on ranks that only evaluate), validation and pictures, and the settings of the model,
     completed from the data."""
     train, validation = open_rows(cfg, "train", mesh), open_rows(cfg, "validation", mesh)
-    model = _complete_model_config(cfg, train)
     kwargs, batch = training_kwargs(train, cfg), cfg.data.evaluation_batch
     few = Images(validation, cfg, False, cfg.data.pictures)
     with open_loaders(
@@ -28,7 +26,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, ResN
         lambda: build_loader(Images(validation, cfg, False), batch, cfg, mesh, name="validation", **HELD_OUT),
         (lambda: build_loader(few, batch, cfg, mesh, name="pictures", **HELD_OUT)) if len(few) else None,
     ) as (training, held_out, pictures):
-        yield training, held_out, pictures, model
+        yield training, held_out, pictures, with_classes(cfg.model, train)
 
 
 class Images(ImageSamples):
@@ -58,16 +56,3 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
         f"{command_of('data_prep.images')} convert SOURCE {data.directory}, or set data.directory"
     )
     return open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
-
-
-def _complete_model_config(cfg: Config, rows: Rows) -> ResNetConfig:
-    """Return the settings of the model with the names of the classes of the data."""
-    model, names = cfg.model, tuple(rows.metadata.get("classes") or ())
-    if not names:
-        if model.classes or model.num_classes:
-            return model
-        raise DataError(f"{rows.folder}: the index has no names of classes; write it again, or set model.num_classes")
-    if model.classes not in ((), names) or model.num_classes not in (None, len(names)):
-        setting = f"model.classes is {list(model.classes)}" if model.classes else f"model.num_classes is {model.num_classes}"
-        raise DataError(f"{rows.folder}: has {len(names)} classes, {', '.join(names[:8])}, but {setting}; set neither, or the same")
-    return model.model_copy(update={"classes": names, "num_classes": None})

@@ -44,6 +44,20 @@ class Geometry(NamedTuple):
         return np.array([*self.box, *self.size, *self.corner, *flips, *matrix], np.int32)
 
 
+def with_classes(model: Any, rows: Rows) -> Any:
+    """Return the settings of a model, which has ``classes`` and ``num_classes``, with the names of the classes of the data. Raises
+    DataError if they contradict each other."""
+    names = tuple(rows.metadata.get("classes") or ())
+    if not names:
+        if model.classes or model.num_classes:
+            return model
+        raise DataError(f"{rows.folder}: the index has no names of classes; write it again, or set model.num_classes")
+    if model.classes not in ((), names) or model.num_classes not in (None, len(names)):
+        setting = f"model.classes is {list(model.classes)}" if model.classes else f"model.num_classes is {model.num_classes}"
+        raise DataError(f"{rows.folder}: has {len(names)} classes, {', '.join(names[:8])}, but {setting}; set neither, or the same")
+    return model.model_copy(update={"classes": names, "num_classes": None})
+
+
 def random_resized_crop(
     height: int, width: int, random: Sequence[Sequence[float]], scale: tuple[float, float], ratio: tuple[float, float],
 ) -> tuple[int, int, int, int]:  # fmt: skip
@@ -71,6 +85,29 @@ def center_crop_box(height: int, width: int, resize: int, crop: int) -> tuple[in
     short = min(height, width)
     h, w = (resize if side == short else int(resize * side / short) for side in (height, width))
     return h, w, round((h - crop) / 2), round((w - crop) / 2)
+
+
+def mirror_boxes(boxes: np.ndarray, size: Sequence[float], mirror: Sequence[Any]) -> np.ndarray:
+    """Return boxes x1 y1 x2 y2 in an image of ``size`` (height, width) that is flipped in x, in y, then transposed.   [n, 4]"""
+    for axis in (0, 1):
+        if mirror[axis]:
+            boxes = boxes.copy()
+            boxes[:, [axis, axis + 2]] = size[1 - axis] - boxes[:, [axis + 2, axis]]
+    return boxes[:, [1, 0, 3, 2]] if mirror[2] else boxes
+
+
+def as_image(content: Any, name: str) -> "Image.Image":
+    """Return an image of Pillow, upright in RGB, from an encoded one (bytes) or pixels uint8 [H, W, 3]. Raises DataError with its
+    ``name`` for others."""
+    from PIL import Image
+
+    if isinstance(content, bytes):
+        with open_image(content, name) as opened:
+            return to_rgb(opened)[0]
+    pixels = np.asarray(content)
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
+        raise DataError(f"{name}: {pixels.dtype} {list(pixels.shape)}, expected uint8 [H, W, 3], or the bytes of a file")
+    return Image.fromarray(pixels)
 
 
 def resize_crop(image: "Image.Image", geometry: Geometry, size: int) -> NDArray[np.uint8]:

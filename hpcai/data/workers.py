@@ -75,7 +75,7 @@ class Worker:
         self._process = _SPAWN.Process(
             target=_serve, args=(child_connection, pickled, self._label), name=f"{name}-{number}", daemon=True
         )  # fmt: skip
-        with child_connection, _spawn_environment():
+        with child_connection, spawn_environment():
             self._process.start()
         self.pid = self._process.pid
 
@@ -185,7 +185,8 @@ def ignore_signals() -> None:
 
 
 @contextmanager
-def _spawn_environment() -> Iterator[None]:
+def spawn_environment() -> Iterator[None]:
+    """Context manager for the start of a worker process: the variables of its environment, and no signal meanwhile."""
     with _start_lock, block_signals():
         before = {key: os.environ.get(key) for key in (*_ENVIRONMENT, *_AFFINITY)}
         try:

@@ -46,6 +46,13 @@ RESNET = App(  # 12 training and 6 validation galaxies of 32 x 32 pixels
      "train.report_every=1", "train.epochs=2", "train.evaluate_every=1", "train.evaluate_from=null", "step.precision=fp32",
      "data.pictures=4", "step.schedule.decay=none", "step.schedule.warmup=0"],
 )  # fmt: skip
+RETINANET = App(  # 12 training and 6 validation fields of 64 x 64 pixels
+    "retinanet",
+    simulator("survey", "--samples 18 --size 64 --galaxies 4 --stars 3 --validation 0.34 --test 0 --rows 6"),
+    ["model.base_width=4", "model.fpn_channels=8", "model.size=[64,64]", "model.detections=150", "model.score_threshold=0.0",
+     "data.batch=4", "data.evaluation_batch=4", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
+     "step.precision=fp32", "data.pictures=4", "step.schedule.decay=none", "step.schedule.warmup=0"],
+)  # fmt: skip
 UNET3D = App(  # six training and three validation volumes of about 18 x 40 x 40 voxels
     "unet3d",
     simulator("kits19", "--cases 9 --validation 0.34 --spacing 14 9 9 --least 16 32 32"),

@@ -18,10 +18,12 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
 from ase import Atoms
 from ase.calculators.emt import EMT
 from ase.constraints import FixAtoms
 from ase.optimize import BFGS
+from scipy import ndimage
 
 from apps.bert import picture as contact_maps
 from apps.diffusion import picture
@@ -32,6 +34,7 @@ from hpcai import log
 from hpcai.data import Rows
 from hpcai.models.dimenet import DimeNet
 from hpcai.models.openfold import Alignment
+from hpcai.models.retinanet import evaluate, nms
 from tests import proteins
 from tests.apps import small_apps, universes
 from tests.apps.app_runs import ROOT, metric_by_step
@@ -133,6 +136,46 @@ def test_galaxies_are_classified_with_calibrated_probabilities(tmp_path: Path) -
     scores = {name: round(last[name], 3) for name in ("accuracy", "ece", "brier")}
     print(scores)
     assert last["accuracy"] > 0.75 and last["ece"] < 0.1 and last["brier"] < 0.33, scores
+
+
+def segment(pixels: np.ndarray, threshold: float) -> np.ndarray:
+    """Return x, y, width, height and light of what is brighter than ``threshold`` times the noise of a smoothed image, divided
+    among its peaks by steepest ascent, as SExtractor (Bertin and Arnouts 1996) detects and deblends.   [H, W, 3] -> [n, 5]"""
+    light = ndimage.gaussian_filter(pixels.mean(2) - np.median(pixels.mean(2)), 1.0)
+    is_bright, size = light > threshold * 1.48 * np.median(np.abs(light - np.median(light))), len(light)
+    hill = np.pad(ndimage.gaussian_filter(light, 1.0), 1, constant_values=-np.inf)
+    around = np.stack([hill[i : i + size, j : j + size] for i in range(3) for j in range(3)]).argmax(0)
+    uphill = np.arange(size**2) + ((around // 3 - 1) * size + around % 3 - 1).ravel()
+    for _ in range(12):
+        uphill = uphill[uphill]
+    peaks = np.unique(np.where(is_bright.ravel(), uphill + 1, 0), return_inverse=True)[1].reshape(light.shape)
+    parts = [(box, peaks[box] == k) for k, box in enumerate(ndimage.find_objects(peaks), 1)]
+    return np.array([(box[1].start, box[0].start, part.shape[1], part.shape[0], light[box][part].sum())
+                     for box, part in parts if part.sum() >= 12])  # fmt: skip
+
+
+@claim
+def test_objects_of_a_survey_are_found_more_precisely_than_by_a_segmentation(tmp_path: Path) -> None:
+    """Objects of any class: the segmentation has none. Its threshold is the best one for the validation images."""
+    run = train_small("retinanet", "survey", [], tmp_path)
+    last, content = last_scores(run), np.load(run / "objects.npz")
+    truth = json.loads((tmp_path / "data/validation/annotations.json").read_text())
+    truth["categories"] = [{"id": 1, "name": "object"}]
+    truth["annotations"] = [each | {"category_id": 1} for each in truth["annotations"]]
+    images, detected = dict(zip(content["id"].tolist(), content["image"])), []
+    for number in images:
+        own = torch.from_numpy(content["detected"][content["detected"][:, 0] == number])
+        kept = nms(own[None, :, 1:5], own[None, :, 5], None, 0.5, len(own))[0]
+        boxes = own[kept[kept >= 0]].numpy()
+        detected.append(np.c_[boxes[:, :3], boxes[:, 3:5] - boxes[:, 1:3], boxes[:, 5], np.ones(len(boxes))])
+    assert len(images) == len(truth["images"])
+    scores = {"network": evaluate(truth, np.concatenate(detected))["ap50"]}
+    for threshold in (3.0, 4.0, 5.0, 6.0):
+        parts = [(number, segment(pixels, threshold)) for number, pixels in images.items()]
+        rows = np.concatenate([np.c_[np.full(len(each), number), each, np.ones(len(each))] for number, each in parts])
+        scores[f"segmentation at {threshold}"] = evaluate(truth, rows)["ap50"]
+    print({name: round(value, 3) for name, value in ({"ap50": last["ap50"], "ap": last["ap"]} | scores).items()})
+    assert scores.pop("network") > max(scores.values()) + 0.03 and last["ap50"] > 0.5, (last, scores)
 
 
 @claim
@@ -318,6 +361,9 @@ SHORT = {  # data and scores of each app; settings and bounds are in tests/data
     "cosmoflow": (lambda folder: universes.write_universes(folder, size=16, train=96, validation=24, rows=1), error_ratios),
     "deepcam": (write_bands, last_scores),
     "resnet": (small_apps.simulator("galaxies", "--samples 240 --size 32 --validation 0.167 --test 0 --rows 40"), last_scores),
+    "retinanet": (
+        small_apps.simulator("survey", "--samples 60 --size 64 --galaxies 3 --stars 3 --validation 0.2 --rows 20"), last_scores,
+    ),
     "unet3d": (small_apps.simulator("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"), last_scores),
     "opencatalyst": (
         small_apps.simulator("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"), last_scores,
@@ -334,6 +380,8 @@ SHORT = {  # data and scores of each app; settings and bounds are in tests/data
 
 @pytest.mark.parametrize("name", SHORT)
 def test_an_app_learns(name: str, tmp_path: Path) -> None:
+    if name == "retinanet":
+        pytest.importorskip("faster_coco_eval", reason="faster-coco-eval is missing: pip install 'hpcai-suite[detection]'")
     make_data, scores = SHORT[name]
     short = tomllib.loads((DATA / "short_trainings.toml").read_text())[name]
     make_data(tmp_path / "data")

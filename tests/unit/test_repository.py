@@ -175,7 +175,7 @@ def test_errors_of_hpcai_run_and_prepare_are_one_line(capsys: pytest.CaptureFixt
     for args, expected in (
         (["run", "cosmoflwo", "small"], "there is no app 'cosmoflwo'; expected one of align, bert, cosmoflow"),
         (["run", "cosmoflow", "smal.yaml"], "there is no file smal.yaml, and cosmoflow has none of that name; its own are"),
-        (["prepare", "store"], "there is no command 'store'; expected one of alignment, bert, cosmoflow"),
+        (["prepare", "store"], "there is no command 'store'; expected one of alignment, bert, coco"),
     ):
         assert main(args) == 2
         stderr = capsys.readouterr().err

@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcai.data.image_files import open_image, to_rgb
-from hpcai.data.images import Geometry, center_crop_box, resize_crop
-from hpcai.errors import DataError
+from hpcai.data.images import Geometry, as_image, center_crop_box, resize_crop
 from hpcai.models.resnet.config import ResNetConfig
 from hpcai.models.resnet.model import ResNet
 from hpcai.nn.inference import inference_mode
@@ -31,19 +29,9 @@ def classify(model: ResNet, images: Sequence[Any]) -> list[dict[str, float]]:
 def prepare_images(images: Sequence[Any], cfg: ResNetConfig) -> np.ndarray:
     """Return images, each resized and cropped as in evaluation: arrays uint8 [H, W, 3], or encoded ones. Raises DataError for
     others.   [N, S, S, 3]"""
-    from PIL import Image
-
     result = np.empty((len(images), cfg.size, cfg.size, 3), np.uint8)
     for number, content in enumerate(images):
-        name = f"image {number}"
-        if isinstance(content, bytes):
-            with open_image(content, name) as opened:
-                image = to_rgb(opened)[0]
-        else:
-            pixels = np.asarray(content)
-            if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3:
-                raise DataError(f"{name}: {pixels.dtype} {list(pixels.shape)}, expected uint8 [H, W, 3], or the bytes of a file")
-            image = Image.fromarray(pixels)
+        image = as_image(content, f"image {number}")
         h, w, top, left = center_crop_box(image.height, image.width, cfg.resize, cfg.size)
         result[number] = resize_crop(image, Geometry((0, 0, image.height, image.width), (h, w), (top, left)), cfg.size)
     return result

@@ -1,0 +1,74 @@
+"""Benchmark of RetinaNet:  hpcai bench retinanet | hpcai ablate retinanet [model.size=[400,400] data.batch=2 ...]
+
+The plain form has torch's separate layers, contiguous. Images and boxes are random, and not encoded.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from apps.retinanet.settings import Config
+from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
+from hpcai.data.splits import Samples, make_loader, open_split
+from hpcai.dist import Mesh
+from hpcai.models.retinanet import Batch, RetinaNet, detections, loss, parallelize
+from hpcai.models.retinanet.model import FrozenBatchNorm, Level
+from hpcai.nn import BatchNorm, Conv2d
+
+_OBJECTS = 8  # of an image
+
+
+class Benchmark(Workload):
+    settings, batch, fields, unit = Config, Batch, Batch._fields, "images"
+    loss = staticmethod(loss)
+
+    def metric(self, model: Any, batch: Batch) -> dict[str, Any]:
+        detected = detections(model, batch)["detections"][..., 5] >= 0
+        return {"detections": (detected.sum(), len(detected))}
+
+    def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:
+        return [
+            Switch("kernels", "norm, sum and ReLU fused, 1 x 1 convolutions as matrix products on a CPU"),
+            Switch("channels-last", "weights and activations in channels-last memory, the layout of the images"),
+        ]
+
+    def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
+        model = parallelize(RetinaNet(cfg.model), mesh, cfg.batchnorm_group if "kernels" in enabled else 1)
+        if "kernels" not in enabled:
+            swap_classes(model, {BatchNorm: ReferenceBatchNorm, FrozenBatchNorm: _ReferenceFrozen, Conv2d: nn.Conv2d})
+        if "channels-last" not in enabled:
+            swap_classes(model.to(memory_format=torch.contiguous_format), {RetinaNet: _Contiguous})
+        return model
+
+    def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
+        size, labels = np.array(cfg.model.size), random.integers(cfg.model.outputs, size=_OBJECTS)
+        corners = np.sort(random.random((_OBJECTS, 2, 2), np.float32) * size[::-1].astype(np.float32), 1)
+        return random.integers(0, 256, (*size, 3), np.uint8), corners.reshape(-1, 4), labels, size, size, np.int64(0)
+
+    def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
+        sample = self.random_sample(cfg, np.random.default_rng(0))
+        fields: Any = {name: (str(value.dtype), value.shape) for name, value in zip(self.fields, sample)}
+        rows = open_split(cfg.data.directory / split, fields, "", cfg.data, mesh)
+        return make_loader(_Decoded(rows), cfg.data.batch, cfg.data, mesh, **kwargs)
+
+
+class _Decoded(Samples):
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+        return Batch(**values)
+
+
+class _ReferenceFrozen(FrozenBatchNorm):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        weight, bias, mean, variance = (buffer[:, None, None] for buffer in self.buffers())
+        scale = weight * (variance + self.eps).rsqrt()
+        y = x * scale + (bias - mean * scale)
+        y = y if residual is None else y + residual
+        return y.relu() if self.relu else y
+
+
+class _Contiguous(RetinaNet):
+    def forward(self, x: Tensor) -> list[Level]:
+        levels = self.backbone["fpn"](self.backbone["body"].features(x.contiguous())[1:])
+        return [(self.head["classification_head"](level), self.head["regression_head"](level)) for level in levels]
