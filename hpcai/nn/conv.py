@@ -338,7 +338,7 @@ class _FastConv(torch.autograd.Function):
             dweight = _winograd_grad_weight(dy, x, conv_args[1])
         elif need_weight and ctx.pointwise:
             dweight = (rows.t() @ x_rows).view(weight.shape)
-        elif need_weight and len(rows) <= _MAX_MATMUL_PIXELS and not conv_args[3]:
+        elif need_weight and 0 < len(rows) <= _MAX_MATMUL_PIXELS and not conv_args[3]:
             args: Any = [*(t.permute(1, 0, 2, 3)[None] for t in (dy, x)), weight[:, :, None]]
             args = *args, [(n, *sizes) for n, sizes in zip((1, 0, 1), conv_args)], False, True
             dweight = _matmul_gradients(*args)[1].squeeze(2)  # type: ignore[union-attr]

@@ -188,6 +188,8 @@ def test_fast_convolutions_equal_torch(kernel: int, padding: Any, shape: tuple[i
 def test_wide_3x3_convolutions_use_winograd_and_others_torch() -> None:
     layer, x = Conv2d(256, 256, 3, padding=1), torch.randn(2, 256, 16, 16).contiguous(memory_format=torch.channels_last)
     assert "_FastConv" in type(layer(x).grad_fn).__name__
+    layer(x[:0]).sum().backward()
+    assert not layer.weight.grad.any(), "an empty batch"  # type: ignore[union-attr]
     for other in (x[..., 1:], x.contiguous(memory_format=torch.contiguous_format), torch.randn(2, 256, 2, 256)):
         assert "_FastConv" not in type(layer(other).grad_fn).__name__
     with torch.autograd.forward_ad.dual_level(), torch.no_grad():
