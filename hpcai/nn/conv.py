@@ -18,7 +18,6 @@ _MAX_UNROLLED = 20480
 # The gradients of one volume with no more voxels than this are matrix products with the unrolled volume, because oneDNN would spend
 # its time on reordering the weights (both gradients, 320 channels at 4^3: 15 ms as products, 24 in halves; 256 at 8^3: 61, 41).
 _MAX_MATMUL_VOXELS = 128
-_MAX_MATMUL_PIXELS = 256  # the same for the gradient of the weights in a batch of maps
 _WINOGRAD_BLOCK = 1 << 22  # transformed elements in memory at a time, so that they fit into a cache
 # F(2, 3) of Lavin and Gray 2016 (arXiv:1509.09308) in two dims: A and B transposed, and G.
 _A, _B, _G = (torch.kron(m := torch.tensor(rows, dtype=torch.float32, device="cpu"), m) for rows in (
@@ -245,8 +244,7 @@ class Conv2d(nn.Conv2d):
             return _in_float32(self._conv_forward, x, self.weight, self.bias)
         fast = _is_fast_layer(self, x)
         if not self._is_product(x):
-            few = x[:, 0, :: self.stride[0], :: self.stride[1]].numel() <= _MAX_MATMUL_PIXELS
-            fast = fast and (few or self.dilation != (1, 1) or _is_winograd(x, self.weight, self.stride, self.padding))
+            fast = fast and (self.dilation != (1, 1) or _is_winograd(x, self.weight, self.stride, self.padding))
             return _FastConv.call(self, x, self.stride) if fast else super().forward(x)
         x = x[:, :, :: self.stride[0], :: self.stride[1]]
         if fast and 2 * x[:, 0].numel() >= max(self.weight.shape):
@@ -338,21 +336,17 @@ class _FastConv(torch.autograd.Function):
             dweight = _winograd_grad_weight(dy, x, conv_args[1])
         elif need_weight and ctx.pointwise:
             dweight = (rows.t() @ x_rows).view(weight.shape)
-        elif need_weight and 0 < len(rows) <= _MAX_MATMUL_PIXELS and not conv_args[3]:
-            args: Any = [*(t.permute(1, 0, 2, 3)[None] for t in (dy, x)), weight[:, :, None]]
-            args = *args, [(n, *sizes) for n, sizes in zip((1, 0, 1), conv_args)], False, True
-            dweight = _matmul_gradients(*args)[1].squeeze(2)  # type: ignore[union-attr]
         elif need_weight:
             dweight = gradients(torch.contiguous_format, [False, True, False])[1]
         return dx, dweight, dy.sum((0, 2, 3)) if ctx.has_bias and need_bias else None, None
 
 
 def _is_winograd(x: Tensor, weight: Tensor, stride: Triple, padding: Any) -> bool:
-    """Whether Winograd's method is fast: there are many channels, and enough pixels to share the transformed weights. It has been
-    measured with one thread and with two."""
+    """Whether Winograd's method is fast: there are many channels, and enough pixels to share the transformed weights. It was
+    measured with one thread."""
     outputs, inputs, *kernel = weight.shape
     wide = kernel == [3, 3] and stride == (1, 1) and max(padding) <= 2 and min(inputs, outputs) >= 256
-    return wide and x[:, 0].numel() * (inputs + outputs) >= 4 * inputs * outputs and torch.get_num_threads() <= 4
+    return wide and x[:, 0].numel() * (inputs + outputs) >= 4 * inputs * outputs and torch.get_num_threads() == 1
 
 
 def _winograd_blocks(x: Tensor, y: Tensor, padding: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
