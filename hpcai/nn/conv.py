@@ -1,6 +1,6 @@
 """Convolutions of maps and volumes.   B batch, C channels, O output channels, D H W the volume, P its voxels"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -18,6 +18,11 @@ _MAX_UNROLLED = 20480
 # The gradients of one volume with no more voxels than this are matrix products with the unrolled volume, because oneDNN would spend
 # its time on reordering the weights (both gradients, 320 channels at 4^3: 15 ms as products, 24 in halves; 256 at 8^3: 61, 41).
 _MAX_MATMUL_VOXELS = 128
+_WINOGRAD_BLOCK = 1 << 22  # transformed elements in memory at a time, so that they fit into a cache
+# F(2, 3) of Lavin and Gray 2016 (arXiv:1509.09308) in two dims: A and B transposed, and G.
+_A, _B, _G = (torch.kron(m := torch.tensor(rows, dtype=torch.float32, device="cpu"), m) for rows in (
+    [[1, 1, 1, 0], [0, 1, -1, -1]], [[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]],
+    [[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]]))  # fmt: skip
 
 Triple = tuple[int, ...]
 
@@ -224,7 +229,8 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 
 
 class Conv2d(nn.Conv2d):
-    """``nn.Conv2d``; a 1 x 1 convolution is a matrix product on a CPU in channels-last memory.
+    """``nn.Conv2d``; on a CPU in channels-last memory a 1 x 1 convolution is a matrix product, and a 3 x 3 convolution of many
+    channels in float32 is computed by Winograd's method, with 4/9 of the multiplications.
 
     With one thread torch unrolls 1 x 1 convolutions, and oneDNN's gradient of weights with a stride aborts the process for some
     widths (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``. Dilated depthwise
@@ -236,10 +242,14 @@ class Conv2d(nn.Conv2d):
         """[B, C, H, W] -> [B, O, H', W']"""
         if self.groups > 1 and self.dilation != (1, 1) and on_cpu(x) and _in_bfloat16(self.weight):
             return _in_float32(self._conv_forward, x, self.weight, self.bias)
+        fast = _is_fast_layer(self, x)
         if not self._is_product(x):
-            return _MixedFormatConv.call(self, x) if self.dilation != (1, 1) and _slow_weights(self, x) else super().forward(x)
-        h, w = self.stride
-        return F.linear(x[:, :, ::h, ::w].permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+            fast = fast and (self.dilation != (1, 1) or _is_winograd(x, self.weight, self.stride, self.padding))
+            return _FastConv.call(self, x, self.stride) if fast else super().forward(x)
+        x = x[:, :, :: self.stride[0], :: self.stride[1]]
+        if fast and 2 * x[:, 0].numel() >= max(self.weight.shape):
+            return _FastConv.call(self, channels_last(x), (1, 1))
+        return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
     def _is_product(self, x: Tensor) -> bool:
         return (
@@ -252,20 +262,18 @@ class Conv2d(nn.Conv2d):
 
 
 class ConvTranspose2d(nn.ConvTranspose2d):
-    """``nn.ConvTranspose2d``; on a CPU the gradient of the weights is computed in contiguous memory (``_MixedFormatConv``)."""
+    """``nn.ConvTranspose2d``; on a CPU the gradient of the weights is computed in contiguous memory (``_FastConv``)."""
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         """[B, C, H, W] -> [B, O, H', W']"""
-        if output_size is None and _slow_weights(self, x):
-            return _MixedFormatConv.call(self, x)
+        if output_size is None and _is_fast_layer(self, x):
+            return _FastConv.call(self, x, self.stride)
         return super().forward(x, output_size)
 
 
-def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
-    """Whether oneDNN's gradient of the weights is so slow in channels-last memory that copies pay off. In float32 they do for
-    transposed convolutions (256 to 256 channels at 96 x 144: 0.22 s instead of 0.46 s) and for dilated ones (2,048 to 256 at
-    24 x 36: 0.15 s instead of 0.20 s), unless there are few output channels."""
-    return (
+def _is_fast_layer(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
+    """Whether ``_FastConv`` supports a layer, which has enough output channels to gain from it."""
+    return bool(
         on_cpu(x)
         and x.dtype == conv.weight.dtype == torch.float32
         and conv.groups == 1
@@ -274,37 +282,102 @@ def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
         and not isinstance(conv.padding, str)
         and not torch.is_autocast_enabled("cpu")
         and not needs_plain_ops()
+        and torch.autograd.forward_ad._current_level < 0
         and x.is_contiguous(memory_format=torch.channels_last)
+        and x.shape[1] == conv.in_channels
+        and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
     )
 
 
-class _MixedFormatConv(torch.autograd.Function):
-    """A convolution with the gradient of its input in channels-last memory, and that of its weights in contiguous memory."""
+class _FastConv(torch.autograd.Function):
+    """A convolution with output and gradients in channels-last memory, each by the fastest method for its shape.
+
+    oneDNN's gradient of the weights is so slow in this memory that copies pay off for transposed convolutions (256 to 256 channels
+    at 96 x 144: 0.22 s instead of 0.46 s) and for dilated ones (2,048 to 256 at 24 x 36: 0.15 s instead of 0.20 s).
+    """
 
     @staticmethod
-    def call(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Tensor:
+    def call(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor, stride: Triple) -> Tensor:
         transposed = isinstance(conv, nn.ConvTranspose2d)
-        conv_args = (conv.stride, conv.padding, conv.dilation, transposed, conv.output_padding, conv.groups)
-        return _MixedFormatConv.apply(x, conv.weight, conv.bias, conv_args)
+        conv_args = (stride, conv.padding, conv.dilation, transposed, conv.output_padding, conv.groups)
+        return _FastConv.apply(x, conv.weight, conv.bias, conv_args)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv_args: tuple[Any, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.conv_args, ctx.has_bias = conv_args, bias is not None
-        return torch.convolution(x, weight, bias, *conv_args)
+        (stride, padding, dilation, transposed), ctx.conv_args, ctx.has_bias = conv_args[:4], conv_args, bias is not None
+        ctx.pointwise = not transposed and weight.shape[2:] == (1, 1) and (stride, padding) == ((1, 1), (0, 0))
+        ctx.winograd = not transposed and dilation == (1, 1) and _is_winograd(x, weight, stride, padding)
+        if ctx.pointwise:
+            return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, 1)
+        return _winograd(x, weight, bias, padding) if ctx.winograd else torch.convolution(x, weight, bias, *conv_args)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
+        (x, weight), conv_args, dx, dweight = ctx.saved_tensors, ctx.conv_args, None, None
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-        bias_sizes = [dy.shape[1]] if ctx.has_bias else None
+        if torch.is_grad_enabled():  # create_graph: operations that have derivatives
+            conv_args = *conv_args, [need_input, need_weight, ctx.has_bias and need_bias]
+            return *torch.ops.aten.convolution_backward(dy, x, weight, [dy.shape[1]], *conv_args), None
 
         def gradients(memory_format: torch.memory_format, mask: list[bool]) -> Any:
             dy_, x_, weight_ = (t.contiguous(memory_format=memory_format) for t in (dy, x, weight))
-            return torch.ops.aten.convolution_backward(dy_, x_, weight_, bias_sizes, *ctx.conv_args, mask)
+            return torch.ops.aten.convolution_backward(dy_, x_, weight_, None, *conv_args, mask)
 
-        dx = gradients(torch.channels_last, [True, False, False])[0] if need_input else None
-        mask = [False, need_weight, ctx.has_bias and need_bias]
-        _, dweight, dbias = gradients(torch.contiguous_format, mask) if any(mask) else (None, None, None)
-        return dx, dweight, dbias, None
+        dy = channels_last(dy)
+        rows, x_rows = (t.permute(0, 2, 3, 1).flatten(0, 2) for t in (dy, x))
+        if need_input and ctx.winograd:
+            dx = _winograd(dy, weight, None, [2 - p for p in conv_args[1]], flipped=True)
+        elif need_input and ctx.pointwise and len(rows) >= 2 * max(weight.shape):
+            dx = torch.mkldnn_convolution(dy, weight.transpose(0, 1), None, (0, 0), (1, 1), (1, 1), 1)
+        elif need_input:
+            dx = gradients(torch.channels_last, [True, False, False])[0]
+        if need_weight and ctx.winograd:
+            dweight = _winograd_grad_weight(dy, x, conv_args[1])
+        elif need_weight and ctx.pointwise:
+            dweight = (rows.t() @ x_rows).view(weight.shape)
+        elif need_weight:
+            dweight = gradients(torch.contiguous_format, [False, True, False])[1]
+        return dx, dweight, dy.sum((0, 2, 3)) if ctx.has_bias and need_bias else None, None
+
+
+def _is_winograd(x: Tensor, weight: Tensor, stride: Triple, padding: Any) -> bool:
+    """Whether Winograd's method is fast: there are many channels, and enough pixels to share the transformed weights. It was
+    measured with one thread."""
+    outputs, inputs, *kernel = weight.shape
+    wide = kernel == [3, 3] and stride == (1, 1) and max(padding) <= 2 and min(inputs, outputs) >= 256
+    return wide and x[:, 0].numel() * (inputs + outputs) >= 4 * inputs * outputs and torch.get_num_threads() == 1
+
+
+def _winograd_blocks(x: Tensor, y: Tensor, padding: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the transformed input of blocks of T tiles [16, T, C], and their output [2, 2, B, h, w, O], a view of y [B, O, H, W],
+    whose sizes are even."""
+    (h, w), (batch, outputs, height, width) = padding, y.shape
+    x, pixels = F.pad(x, (w, w + x.shape[3] % 2, h, h + x.shape[2] % 2)), _WINOGRAD_BLOCK // (4 * (x.shape[1] + outputs))
+    images, rows = max(1, pixels // (height * width)), max(2, pixels // width // 2 * 2)
+    for i, r in product(range(0, batch, images), range(0, height, rows)):
+        tiles = x[i : i + images, :, r : r + rows + 2].unfold(2, 4, 2).unfold(3, 4, 2).permute(4, 5, 0, 2, 3, 1)
+        out = y[i : i + images, :, r : r + rows].unfold(2, 2, 2).unfold(3, 2, 2).permute(4, 5, 0, 2, 3, 1)
+        yield (_B @ tiles.reshape(16, -1)).view(16, -1, x.shape[1]), out
+
+
+def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], flipped: bool = False) -> Tensor:
+    """Return the convolution, or with ``flipped`` that by weights which are transposed and turned by 180 degrees."""
+    weights = torch.matmul(_G.flip(1) if flipped else _G, weight.permute(0, 2, 3, 1).flatten(1, 2)).transpose(0, 1)
+    weights = weights if flipped else weights.transpose(1, 2)  # [16, C, O]
+    height, width = (n + 2 * p - 2 for n, p in zip(x.shape[2:], padding))
+    shape = len(x), weights.shape[2], height + height % 2, width + width % 2
+    y = torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)
+    for tiles, out in _winograd_blocks(x, y, padding):
+        products = torch.bmm(tiles, weights)
+        if bias is not None:
+            products[5] += bias  # which counts once in each of the four outputs
+        out.copy_((_A @ products.flatten(1)).view(out.shape))
+    return y if y.shape[2:] == (height, width) else channels_last(y[:, :, :height, :width])
+
+
+def _winograd_grad_weight(dy: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
+    dweights = x.new_zeros(16, dy.shape[1], x.shape[1])
+    for tiles, out in _winograd_blocks(x, F.pad(dy, (0, dy.shape[3] % 2, 0, dy.shape[2] % 2)), padding):
+        dweights.baddbmm_((_A.t() @ out.reshape(4, -1)).view(16, -1, dy.shape[1]).transpose(1, 2), tiles)
+    return torch.matmul(_G.t(), dweights.transpose(0, 1)).unflatten(1, (3, 3)).permute(0, 3, 1, 2)

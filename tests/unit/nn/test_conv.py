@@ -161,6 +161,44 @@ def test_a_1x1_convolution_is_a_matmul(stride: int, bias: bool, dtype: torch.dty
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kernel, padding, shape", [(1, 0, (2, 8, 16, 16)), (1, 0, (2, 8, 2, 4)), (3, 1, (2, 8, 9, 6)),
+                                                    (3, (0, 2), (3, 8, 8, 5)), (3, 0, (1, 8, 6, 7))])
+def test_fast_convolutions_equal_torch(kernel: int, padding: Any, shape: tuple[int, ...], bias: bool,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    monkeypatch.setattr("hpcai.nn.conv._is_winograd", lambda x, weight, *_: weight.shape[2] == 3)  # though the channels are few
+    reference, layer = (build(8, 16, kernel, 1, padding, bias=bias) for build in (nn.Conv2d, Conv2d))
+    x = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+    leaves = [x, *(p.detach() for p in layer.parameters())]
+    for block in (1 << 22, 1 << 11):  # all at once; by images and rows
+        monkeypatch.setattr("hpcai.nn.conv._WINOGRAD_BLOCK", block)
+        y = layer(x)
+        assert "_FastConv" in type(y.grad_fn).__name__ and y.is_contiguous(memory_format=torch.channels_last)
+        assert not y._is_view(), "which in-place operations could not change"
+        check_equal(partial(with_weights, layer), partial(with_weights, reference.double()), leaves, 2e-6)
+
+    second = []
+    for conv, leaf in ((layer, x.clone().requires_grad_()), (reference, x.double().requires_grad_())):
+        conv.load_state_dict(layer.state_dict())
+        grads = torch.autograd.grad(conv(leaf).square().sum(), [leaf, *conv.parameters()], create_graph=True)
+        second += [torch.autograd.grad(sum(g.square().sum() for g in grads), leaf)[0]]
+    torch.testing.assert_close(second[0].double(), second[1], rtol=1e-4, atol=1e-4 * float(second[1].abs().max()))
+
+
+def test_wide_3x3_convolutions_use_winograd_and_others_torch() -> None:
+    layer, x = Conv2d(256, 256, 3, padding=1), torch.randn(2, 256, 16, 16).contiguous(memory_format=torch.channels_last)
+    assert "_FastConv" in type(layer(x).grad_fn).__name__
+    layer(x[:0]).sum().backward()
+    assert not layer.weight.grad.any(), "an empty batch"  # type: ignore[union-attr]
+    for other in (x[..., 1:], x.contiguous(memory_format=torch.contiguous_format), torch.randn(2, 256, 2, 256)):
+        assert "_FastConv" not in type(layer(other).grad_fn).__name__
+    with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+        tangent = torch.autograd.forward_ad.make_dual(x, x)
+        y, dy = torch.autograd.forward_ad.unpack_dual(layer(tangent))
+    torch.testing.assert_close(dy, y - layer.bias[:, None, None], rtol=1e-4, atol=1e-4)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["dilated", "transposed"])
 def test_gradients_in_mixed_memory_formats_equal_torch(kind: str, bias: bool) -> None:
     torch.manual_seed(0)
@@ -170,7 +208,7 @@ def test_gradients_in_mixed_memory_formats_equal_torch(kind: str, bias: bool) ->
     layer.to(memory_format=torch.channels_last)
     x = torch.randn(2, 5, 9, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = layer(x)
-    assert "_MixedFormatConv" in type(y.grad_fn).__name__ and y.is_contiguous(memory_format=torch.channels_last)
+    assert "_FastConv" in type(y.grad_fn).__name__ and y.is_contiguous(memory_format=torch.channels_last)
     leaves = [x.detach(), *(p.detach() for p in layer.parameters())]
     check_equal(partial(with_weights, layer), partial(with_weights, reference.double()), leaves, 1e-5)
     layer.requires_grad_(False)
