@@ -362,7 +362,7 @@ SHORT = {  # data and scores of each app; settings and bounds are in tests/data
     "deepcam": (write_bands, last_scores),
     "resnet": (small_apps.simulator("galaxies", "--samples 240 --size 32 --validation 0.167 --test 0 --rows 40"), last_scores),
     "retinanet": (
-        small_apps.simulator("survey", "--samples 60 --size 64 --galaxies 3 --stars 3 --validation 0.2 --rows 20"), last_scores,
+        small_apps.simulator("survey", "--samples 36 --size 64 --galaxies 1 --stars 10 --validation 0.2 --rows 20"), last_scores,
     ),
     "unet3d": (small_apps.simulator("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"), last_scores),
     "opencatalyst": (

@@ -86,7 +86,8 @@ def test_a_part_is_held_out_and_other_files_are_refused(tmp_path, capsys):
     assert run("convert", *args, tmp_path / "none", "--validation", 1e-9) == 2
     check_error(capsys, "no image for validation; give more, or change --validation")
     known = json.loads(source.read_text())
-    (other := tmp_path / "other.json").write_text(json.dumps(known | {"categories": [{"id": 1, "name": "cat"}]}))
+    others = [{"id": 9, "name": "dog"}, {"id": 2, "name": "cow"}]
+    (other := tmp_path / "other.json").write_text(json.dumps(known | {"categories": others}))
     assert run("convert", *args, tmp_path / "none", "--validation-annotations", other) == 2
     check_error(capsys, "its categories differ from those of")
     short = known["annotations"][0] | {"bbox": [1, 2, 3]}

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from data_prep import galaxies, galaxy_models, store
+from data_prep import galaxies, galaxy_models, images, store
 from data_prep.galaxy_models import Camera, Grid, Plane
 from tests.data_prep.prep_contract import PrepContract, check_fails, columns, read_json, runner, set_to
 from tests.reference_data import load_json
@@ -100,7 +100,7 @@ def test_files_have_the_format_that_the_loader_expects(dataset):
     parts = [columns(dataset / name) for name in store.SPLITS]
     split, labels = parts[0], [part["label"] for part in parts]
     assert read_json(dataset / "train" / "index.json")["classes"] == list(galaxies.NAMES) and [*map(len, labels)] == [64, 8, 8]
-    first = galaxies.decode_image(split["image"][: split["bytes"][0]].tobytes(), "first")
+    first = images.decode_image(split["image"][: split["bytes"][0]].tobytes(), "first")
     assert first.shape == (32, 32, 3) and split["bytes"].sum() == len(split["image"])
     assert np.bincount(np.concatenate(labels)).tolist() == [10] * 8
 
