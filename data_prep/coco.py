@@ -28,8 +28,7 @@ import numpy as np
 from data_prep import command, images, picture, store
 from data_prep.command import option
 from data_prep.store import Field
-from hpcai.data.image_files import open_image, orientation, to_rgb
-from hpcai.data.images import mirror_boxes
+from hpcai.data.image_files import mirror_boxes, open_image, orientation, to_rgb
 from hpcai.durable import replace_file
 from hpcai.errors import ConfigError, DataError
 from hpcai.json_file import check_fields, read_regular

@@ -9,7 +9,8 @@ import torch
 
 from apps.retinanet.settings import Config
 from hpcai.data import Rows
-from hpcai.data.images import as_image, mirror_boxes, with_classes
+from hpcai.data.image_files import mirror_boxes
+from hpcai.data.images import as_image, with_classes
 from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.errors import DataError

@@ -1,9 +1,9 @@
 """Encoded images (PNG, JPEG, WebP): their size and pixels. Pillow is imported on use."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,3 +73,12 @@ def decode_image(data: bytes, name: str) -> NDArray[np.uint8]:
     """
     with open_image(data, name) as image:
         return np.asarray(to_rgb(image)[0])
+
+
+def mirror_boxes(boxes: np.ndarray, size: Sequence[float], mirror: Sequence[Any]) -> np.ndarray:
+    """Return boxes x1 y1 x2 y2 in an image of ``size`` (height, width) that is flipped in x, in y, then transposed.   [n, 4]"""
+    for axis in (0, 1):
+        if mirror[axis]:
+            boxes = boxes.copy()
+            boxes[:, [axis, axis + 2]] = size[1 - axis] - boxes[:, [axis + 2, axis]]
+    return boxes[:, [1, 0, 3, 2]] if mirror[2] else boxes

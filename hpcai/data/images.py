@@ -87,15 +87,6 @@ def center_crop_box(height: int, width: int, resize: int, crop: int) -> tuple[in
     return h, w, round((h - crop) / 2), round((w - crop) / 2)
 
 
-def mirror_boxes(boxes: np.ndarray, size: Sequence[float], mirror: Sequence[Any]) -> np.ndarray:
-    """Return boxes x1 y1 x2 y2 in an image of ``size`` (height, width) that is flipped in x, in y, then transposed.   [n, 4]"""
-    for axis in (0, 1):
-        if mirror[axis]:
-            boxes = boxes.copy()
-            boxes[:, [axis, axis + 2]] = size[1 - axis] - boxes[:, [axis + 2, axis]]
-    return boxes[:, [1, 0, 3, 2]] if mirror[2] else boxes
-
-
 def as_image(content: Any, name: str) -> "Image.Image":
     """Return an image of Pillow, upright in RGB, from an encoded one (bytes) or pixels uint8 [H, W, 3]. Raises DataError with its
     ``name`` for others."""

@@ -233,14 +233,15 @@ class Conv2d(nn.Conv2d):
     channels in float32 is computed by Winograd's method, with 4/9 of the multiplications.
 
     With one thread torch unrolls 1 x 1 convolutions, and oneDNN's gradient of weights with a stride aborts the process for some
-    widths (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``. Dilated depthwise
-    convolutions in bfloat16 are computed in float32 on a CPU: oneDNN leaves the gradient of the weights unwritten (torch 2.11 to
-    2.14).
+    widths (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``. On a CPU dilated
+    depthwise convolutions in bfloat16, and those of maps narrower than the kernel, are computed in float32: oneDNN leaves the
+    gradient of the weights unwritten (torch 2.11 to 2.14).
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, O, H', W']"""
-        if self.groups > 1 and self.dilation != (1, 1) and on_cpu(x) and _in_bfloat16(self.weight):
+        dilated, narrow = self.groups > 1 and self.dilation != (1, 1), x.shape[3] < self.kernel_size[1]
+        if (dilated or narrow) and on_cpu(x) and _in_bfloat16(self.weight):
             return _in_float32(self._conv_forward, x, self.weight, self.bias)
         fast = _is_fast_layer(self, x)
         if not self._is_product(x):

@@ -129,11 +129,12 @@ def fill_free_memory_with_nan() -> None:
 
 
 @pytest.mark.parametrize("mode", ["autocast", "bf16 weights"])
-@pytest.mark.parametrize("depth, kernel", [(2, 3), (1, 3), (4, 5), (3, 5)])
-def test_gradients_of_a_shallow_volume_in_bf16_are_fully_written(mode: str, depth: int, kernel: int) -> None:
+@pytest.mark.parametrize("kernel, size", [(3, (2, 8, 8)), (3, (1, 8, 8)), (5, (4, 8, 8)), (5, (3, 8, 8)), (3, (1, 1)), (3, (2, 1))])
+def test_gradients_of_small_volumes_and_maps_in_bf16_are_fully_written(mode: str, kernel: int, size: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    layer = Conv3d(16, 32, kernel, padding=kernel // 2)
-    x = torch.randn(2, 16, depth, 8, 8).to(memory_format=torch.channels_last_3d)
+    three = len(size) == 3
+    layer: Any = Conv3d(16, 32, kernel, padding=kernel // 2) if three else Conv2d(16, 32, kernel, 2, padding=kernel // 2)
+    x = torch.randn(2, 16, *size).to(memory_format=torch.channels_last_3d if three else torch.channels_last)
     expected = torch.autograd.grad(layer(x).square().mean(), layer.parameters())
     narrow = layer if mode == "autocast" else layer.bfloat16()
     for _ in range(4):
