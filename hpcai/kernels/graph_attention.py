@@ -1,0 +1,103 @@
+"""Attention of nodes over their incoming edges (GAT: Velickovic et al. 2018).
+
+N sources, M destinations, E edges in ascending order of their destination, H heads, C channels of a head
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpcai.kernels import triton_support
+
+
+def graph_attention(source_score: Tensor, destination_score: Tensor, x: Tensor, edges: Tensor, slope: float = 0.2) -> Tensor:
+    """Return sum_j a_ij x_j over the edges j -> i, with a_ij the softmax over them of LeakyReLU(source_score_j +
+    destination_score_i). Destinations without edges get 0. All sums are in a fixed order, also those of gradients.
+
+    ``edges``: sources and destinations, the latter ascending. The softmax has the dtype of the scores, the result that of ``x``.
+    Shape: source_score [N, H], destination_score [M, H], x [N, H, C], or [N, C] for all heads, edges [2, E] -> [H, M, C]
+    """
+    if triton_support.needs_plain_ops():
+        return reference(source_score, destination_score, x, edges, slope)
+    return _GraphAttention.apply(source_score, destination_score, x, edges, slope)
+
+
+def reference(source_score: Tensor, destination_score: Tensor, x: Tensor, edges: Tensor, slope: float = 0.2) -> Tensor:
+    """Compute ``graph_attention`` with differentiable operations of torch."""
+    (source, destination), (count, heads) = edges, destination_score.shape
+    e = F.leaky_relu(source_score[source] + destination_score[destination], slope)
+    index = destination[:, None].expand(-1, heads)
+    top = e.new_full((count, heads), -torch.inf).scatter_reduce(0, index, e.detach(), "amax")
+    p = (e - top[destination]).exp()
+    a = p / p.new_zeros(count, heads).index_add(0, destination, p)[destination]
+    values = (x if x.ndim == 3 else x[:, None])[source] * a[..., None].to(x.dtype)
+    return x.new_zeros(count, heads, x.shape[-1]).index_add(0, destination, values).transpose(0, 1)
+
+
+class _GraphAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, source_score: Tensor, destination_score: Tensor, x: Tensor, edges: Tensor, slope: float
+    ) -> Tensor:  # fmt: skip
+        (source, destination), (count, heads) = edges, destination_score.shape
+        ends = _ends(destination, count)
+        e = source_score.index_select(0, source).add_(destination_score.index_select(0, destination))
+        is_positive = e > 0
+        e = F.leaky_relu_(e, slope)
+        e = e.sub_(_reduce(e, ends, "max").index_select(0, destination)).exp_()
+        a = e.div_(_reduce(e, ends, "sum").index_select(0, destination))
+        rows, bags = _bags(source, ends, x, heads)
+        out = F.embedding_bag(rows, x.flatten(0, -2), bags, mode="sum", per_sample_weights=a.t().flatten().to(x.dtype))
+        ctx.save_for_backward(x, edges, a, is_positive)
+        ctx.slope, ctx.sizes = slope, (len(source_score), count)
+        return out.view(heads, count, x.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, (source, destination), a, is_positive = ctx.saved_tensors
+        (sources, count), heads = ctx.sizes, a.shape[1]
+        grad, ends = grad.contiguous(), _ends(destination, count)
+        rows, bags = _bags(source, ends, x, heads)
+        bag_of_row = (destination + count * torch.arange(heads, device=x.device)[:, None]).flatten()
+        grad_a = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            grad.flatten(0, 1), x.flatten(0, -2), rows, bags, bag_of_row, 0
+        )  # fmt: skip
+        grad_e = grad_a.view(heads, len(source)).t().to(a.dtype) * a
+        grad_e = grad_e - a * _reduce(grad_e, ends, "sum").index_select(0, destination)
+        grad_e = torch.where(is_positive, grad_e, ctx.slope * grad_e)
+        order = source.argsort(stable=True)
+        by_source = _ends(source.index_select(0, order), sources)
+        grad_x = None
+        if ctx.needs_input_grad[2]:
+            rows = destination.index_select(0, order)[:, None] + count * torch.arange(heads, device=x.device)  # [E, H]
+            weights, first = a.index_select(0, order).to(x.dtype), by_source[:-1]
+            if x.ndim == 3:
+                rows, weights, first = rows.t(), weights.t(), first + len(source) * torch.arange(heads, device=x.device)[:, None]
+            else:
+                first = first * heads
+            grad_x = F.embedding_bag(
+                rows.flatten(), grad.flatten(0, 1), first.flatten(), mode="sum", per_sample_weights=weights.flatten()
+            )  # fmt: skip
+            grad_x = grad_x.view(heads, sources, x.shape[-1]).transpose(0, 1) if x.ndim == 3 else grad_x
+        return _reduce(grad_e.index_select(0, order), by_source, "sum"), _reduce(grad_e, ends, "sum"), grad_x, None, None
+
+
+def _ends(ascending: Tensor, count: int) -> Tensor:
+    """Return where the rows of each of ``count`` numbers begin, and the end of the last.   [E] -> [count + 1]"""
+    return torch.searchsorted(ascending, torch.arange(count + 1, device=ascending.device))
+
+
+def _reduce(values: Tensor, ends: Tensor, mode: str) -> Tensor:
+    """Reduce the rows between ``ends``; 0 where there are none.   [E, H] -> [M, H]"""
+    rows = torch.arange(len(values), device=values.device)
+    return F.embedding_bag(rows, values, ends, mode=mode, include_last_offset=True)
+
+
+def _bags(source: Tensor, ends: Tensor, x: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Return rows of ``x`` [N H, C] or [N, C] for each head and edge, and their first one of each head and destination.
+    [H E], [H M]"""
+    numbers = torch.arange(heads, device=source.device)[:, None]
+    rows = source * heads + numbers if x.ndim == 3 else source.expand(heads, -1)
+    return rows.flatten(), (ends[:-1] + len(source) * numbers).flatten()
