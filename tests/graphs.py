@@ -47,3 +47,26 @@ def random_batch(seed: int, relations: Sequence[str], width: int, seeds: int, la
             edges[name].append(ascending(torch.stack(ends)))
     labels = torch.randint(-1, classes, (seeds,), generator=generator)
     return Batch(features, {name: tuple(hops) for name, hops in edges.items()}, labels, torch.arange(seeds))
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Return the disjoint union of sub-graphs: hop by hop, one after the other in each."""
+    numbers: list[dict[str, Tensor]] = [{} for _ in batches]
+    features = {}
+    for kind in batches[0].features:
+        hops = [*zip(*(batch.features[kind] for batch in batches))]
+        features[kind] = tuple(map(torch.cat, hops))
+        order = torch.arange(sum(len(part) for parts in hops for part in parts))
+        pieces = iter(order.split([len(part) for parts in hops for part in parts]))
+        by_batch = zip(*([next(pieces) for _ in parts] for parts in hops))
+        for own, parts in zip(numbers, by_batch):
+            own[kind] = torch.cat(parts)
+    edges = {}
+    for name in batches[0].edges:
+        source, _, destination = name.split("___")
+        hops = zip(*(batch.edges[name] for batch in batches))
+        edges[name] = tuple(
+            ascending(torch.cat([torch.stack((own[source][e[0]], own[destination][e[1]])) for own, e in zip(numbers, parts)], 1))
+            for parts in hops
+        )  # fmt: skip
+    return Batch(features, edges, torch.cat([b.labels for b in batches]), torch.cat([b.papers for b in batches]))
