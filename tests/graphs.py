@@ -34,7 +34,8 @@ def random_batch(seed: int, relations: Sequence[str], width: int, seeds: int, la
     """Return a random sub-graph in float64 with isolated nodes, pairs twice and seeds of unknown class."""
     generator = torch.Generator().manual_seed(seed)
     kinds = sorted({kind for name in relations for kind in name.split("___")[::2]})
-    new = [{kind: (seeds if kind == "paper" else 0) if hop == 0 else 4 + hop + len(kind) % 3 for kind in kinds} for hop in range(layers + 1)]
+    new = [{kind: (seeds if kind == "paper" else 0) if hop == 0 else 4 + hop + len(kind) % 3 for kind in kinds}
+           for hop in range(layers + 1)]  # fmt: skip
     features = {k: tuple(torch.randn(n[k], width, generator=generator, dtype=torch.float64) for n in new) for k in kinds}
     edges: dict[str, list[Tensor]] = {name: [] for name in relations}
     for hop in range(1, layers + 1):
@@ -64,9 +65,8 @@ def join(batches: Sequence[Batch]) -> Batch:
     edges = {}
     for name in batches[0].edges:
         source, _, destination = name.split("___")
-        hops = zip(*(batch.edges[name] for batch in batches))
         edges[name] = tuple(
             ascending(torch.cat([torch.stack((own[source][e[0]], own[destination][e[1]])) for own, e in zip(numbers, parts)], 1))
-            for parts in hops
+            for parts in zip(*(batch.edges[name] for batch in batches))
         )  # fmt: skip
     return Batch(features, edges, torch.cat([b.labels for b in batches]), torch.cat([b.papers for b in batches]))

@@ -59,22 +59,23 @@ class _GraphAttention(torch.autograd.Function):
         x, (source, destination), a, is_positive = ctx.saved_tensors
         (sources, count), heads = ctx.sizes, a.shape[1]
         grad, ends = grad.contiguous(), _ends(destination, count)
-        rows, bags = _bags(source, ends, x, heads)
-        bag_of_row = (destination + count * torch.arange(heads, device=x.device)[:, None]).flatten()
+        numbers = torch.arange(heads, device=x.device)
+        rows = source[:, None] * heads + numbers if x.ndim == 3 else source[:, None].expand(-1, heads)
+        bag_of_row = destination[:, None] + count * numbers  # by edge, so that the heads of an edge find its rows in the cache
         grad_a = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-            grad.flatten(0, 1), x.flatten(0, -2), rows, bags, bag_of_row, 0
+            grad.flatten(0, 1), x.flatten(0, -2), rows.flatten(), ends, bag_of_row.flatten(), 0
         )  # fmt: skip
-        grad_e = grad_a.view(heads, len(source)).t().to(a.dtype) * a
+        grad_e = grad_a.view_as(a).to(a.dtype) * a
         grad_e = grad_e - a * _reduce(grad_e, ends, "sum").index_select(0, destination)
         grad_e = torch.where(is_positive, grad_e, ctx.slope * grad_e)
         order = source.argsort(stable=True)
         by_source = _ends(source.index_select(0, order), sources)
         grad_x = None
         if ctx.needs_input_grad[2]:
-            rows = destination.index_select(0, order)[:, None] + count * torch.arange(heads, device=x.device)  # [E, H]
+            rows = bag_of_row.index_select(0, order)
             weights, first = a.index_select(0, order).to(x.dtype), by_source[:-1]
             if x.ndim == 3:
-                rows, weights, first = rows.t(), weights.t(), first + len(source) * torch.arange(heads, device=x.device)[:, None]
+                rows, weights, first = rows.t(), weights.t(), first + len(source) * numbers[:, None]
             else:
                 first = first * heads
             grad_x = F.embedding_bag(

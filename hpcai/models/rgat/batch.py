@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Papers, the seeds, with the sub-graph of their neighbours. A node is new in the hop in which it first appears; the edges of hop
-    h end in nodes that are new in hop h - 1. Nodes of a type are numbered over all hops."""
+    """Papers, the seeds, with the sub-graph of their neighbours. A node is new in the hop in which it first appears; the edges of
+    hop h end in nodes that are new in hop h - 1. Nodes of a type are numbered over all hops."""
 
     features: dict[str, tuple[Tensor, ...]]
     """of each node type, hops 0 (seeds) to L: nodes that are new in that hop [N_h, F]"""

@@ -20,9 +20,9 @@ def load_weights(path: str | Path, cfg: RGATConfig | None = None) -> RGAT:
     """Load a model in evaluation mode. The format is detected:
 
     - safetensors: from hpcai, with settings, or a plain state dict;
-    - a torch state dict (``.pt``) of hpcai, of MLPerf's reference or of any ``torch.nn.ModuleList`` ``convs`` of PyTorch Geometric's
-      ``HeteroConv`` of ``GATConv``, with a linear layer ``lin``, alone or within a checkpoint; also of versions that store the
-      projection as ``lin_src`` and ``lin_dst``, if both are equal.
+    - a torch state dict (``.pt``) of hpcai, of MLPerf's reference or of PyTorch Geometric's ``HeteroConv`` of ``GATConv``, in a
+      list ``convs`` beside a linear layer ``lin``, alone or within a checkpoint; also of versions that store the projection as
+      ``lin_src`` and ``lin_dst``, if both are equal.
 
     ``cfg`` gives the settings that such files lack (names of the classes, dropout); sizes are inferred from the weights and must
     agree with it. Raises CheckpointError if the format is unknown or the weights do not fit.
@@ -48,7 +48,8 @@ def _our_names(path: Path, state: Mapping[str, Tensor]) -> Iterator[tuple[str, T
         prefix, relation, rest = match.groups()
         relation = relation if SEPARATOR in relation else SEPARATOR.join(relation.split("__"))  # of PyTorch Geometric before 2.4
         if rest == "lin_dst.weight" and not tensor.equal(state[name.replace("lin_dst", "lin_src")]):
-            raise CheckpointError(f"{path}: {name} differs from lin_src.weight; expected one projection for sources and destinations")
+            expected = "expected one projection for sources and destinations"
+            raise CheckpointError(f"{path}: {name} differs from lin_src.weight; {expected}")
         yield f"{prefix}<{relation}>.{rest.replace('lin_src', 'lin').replace('lin_dst', 'lin')}", tensor
 
 

@@ -6,6 +6,7 @@ N nodes of a type, M of them in the hops that later layers need, E edges of a re
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,8 +73,8 @@ class HeteroConv(nn.Module):
         """``counts``: The nodes M of each type whose results are computed, which are the first ones."""
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for relation in self.needed:
-            source, _, destination = relation.split(SEPARATOR)
-            for kind, weight in zip((source, destination), self.convs[f"<{relation}>"].score_weights()):
+            conv: Any = self.convs[f"<{relation}>"]
+            for kind, weight in zip(relation.split(SEPARATOR)[::2], conv.score_weights()):
                 parts[kind].append(weight)
         scores = {kind: self._scores(x[kind], weights) for kind, weights in parts.items()}
         sums: dict[str, list[Tensor]] = defaultdict(list)
@@ -124,8 +125,8 @@ class RGAT(PretrainedMixin):
         hops = {len(parts) for parts in batch.edges.values()} | {len(parts) - 1 for parts in batch.features.values()}
         widths = {part.shape[1] for kind in kinds for part in batch.features[kind]}
         if hops != {cfg.layers} or widths != {cfg.inputs}:
-            found = f"{sorted(hops)} hops and {sorted(widths)} features"
-            raise DataError(f"the batch has {found}; the network expects {cfg.layers} hops and {cfg.inputs} features")
+            actual = f"{sorted(hops)} hops and {sorted(widths)} features"
+            raise DataError(f"the batch has {actual}; the network expects {cfg.layers} hops and {cfg.inputs} features")
         device, weight = self.lin.weight.device.type, self.lin.weight
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         sizes = {kind: [len(part) for part in batch.features[kind]] for kind in sorted(kinds)}

@@ -7,12 +7,12 @@ from torch import Tensor
 from hpcai.kernels import graph_attention as kernel
 
 
-def make_inputs(shared: bool, edges: int = 40, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def make_inputs(shared: bool, edges: int = 40, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     source, destination = torch.randint(0, 9, (edges,)), torch.randint(1, 6, (edges,)).sort().values  # 0 and 6 are isolated
     x = torch.randn(9, *(() if shared else (3,)), 4, dtype=dtype, requires_grad=True)
     scores = [(8 * torch.randn(n, 3, dtype=dtype)).requires_grad_() for n in (9, 7)]
-    return *scores, x, torch.stack((source, destination))
+    return scores[0], scores[1], x, torch.stack((source, destination))
 
 
 @pytest.mark.parametrize("shared", [True, False])

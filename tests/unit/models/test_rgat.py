@@ -1,6 +1,7 @@
 """R-GAT: which hops and relations are computed, padding, the order of projection and sum, files of weights, errors."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.testing import assert_close
 from hpcai import dist
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models import rgat
-from hpcai.models.rgat import RGAT, Batch, RGATConfig, model as network
+from hpcai.models.rgat import RGAT, Batch, RGATConfig
+from hpcai.models.rgat import model as network
 from hpcai.settings import StepConfig
 from hpcai.train import Step
 from tests.cpu_graph import CPUGraph
@@ -80,17 +82,18 @@ def test_padding_changes_nothing() -> None:
 
 def test_a_relation_without_edges_adds_its_bias() -> None:
     model, batch = new_model(), make_batch()
-    torch.nn.init.normal_(model.convs[1].convs[f"<{RELATIONS[1]}>"].bias)  # type: ignore[index]
+    convs: Any = model.convs[1].convs
+    torch.nn.init.normal_(convs[f"<{RELATIONS[1]}>"].bias)
     empty = batch._replace(edges={name: tuple(hop[:, :0] for hop in hops) for name, hops in batch.edges.items()})
-    biases = sum(conv.bias for name, conv in model.convs[1].convs.items() if name.endswith("paper>"))  # type: ignore[operator, union-attr]
+    biases = sum(conv.bias for name, conv in convs.items() if name.endswith("paper>"))
     assert_close(model(empty), model.lin(biases).expand(6, -1))
 
 
 def test_a_captured_step_equals_an_eager_one_with_dropout_and_unused_relations() -> None:
-    def losses(**kwargs: object) -> list[float]:
+    def losses(**kwargs: Any) -> list[float]:
         model, mesh = new_model(CFG.model_copy(update={"dropout": 0.3})), dist.single_process(torch.device("cpu"))
-        capture = "whole" if kwargs else "none"
-        step = Step(model, rgat.loss, StepConfig(precision="fp64", lr=0.01, capture=capture, capture_shapes=2), mesh, **kwargs)  # type: ignore[arg-type]
+        cfg = StepConfig(precision="fp64", lr=0.01, capture="whole" if kwargs else "none", capture_shapes=2)
+        step = Step(model, rgat.loss, cfg, mesh, **kwargs)
         batches = [make_batch(k) for k in (0, 1, 2, 3)]
         batches[2] = batches[2]._replace(edges={n: tuple(h[:, :0] for h in hops) for n, hops in batches[2].edges.items()})
         return [step(batches[k])["loss"][0].item() for k in (0, 1, 2, 3, 0, 1)]
@@ -130,19 +133,21 @@ def test_weights_of_pyg(tmp_path: Path) -> None:
 
 def test_wrong_batches_and_settings() -> None:
     model, batch = new_model(), make_batch()
-    for change, message in (
+    changes: Any = (
         ({"edges": {}}, "the batch lacks author___rev_written_by___paper, paper___cites___paper"),
         ({"features": {"paper": batch.features["paper"]}}, "the batch lacks author, journal"),
         ({"features": {kind: parts[:2] for kind, parts in batch.features.items()}}, r"the batch has \[1, 2\] hops"),
-    ):
+    )
+    for change, message in changes:
         with pytest.raises(DataError, match=message):
-            model(batch._replace(**change))  # type: ignore[arg-type]
-    for settings, message in (
+            model(batch._replace(**change))
+    wrong: Any = (
         ({"hidden": 6, "heads": 4}, "hidden is 6; expected a multiple of the 4 heads"),
         ({"relations": ("a__b___c",)}, "expected source___name___destination"),
         ({"relations": ("a___b___c",)}, "no relation ends in target 'paper'"),
         ({"relations": ("a___b___paper",) * 2}, "duplicate"),
         ({"classes": ("a", "b"), "num_classes": 3}, "classes has 2 names"),
-    ):
+    )
+    for settings, message in wrong:
         with pytest.raises(ValidationError, match=message):
-            RGATConfig(**settings)  # type: ignore[arg-type]
+            RGATConfig(**settings)
