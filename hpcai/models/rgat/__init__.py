@@ -1,4 +1,4 @@
-"""R-GAT: classes of the nodes of a heterogeneous graph, such as the fields of papers."""
+"""R-GAT: classes of papers from a graph of papers, authors, institutes and topics, or of other nodes of a heterogeneous graph."""
 
 from hpcai.lazy import attach
 
@@ -9,6 +9,7 @@ __getattr__, __all__ = attach(
         ".batch": ["Batch"],
         ".model": ["RGAT"],
         ".objective": ["counted", "loss", "score", "predictions"],
+        ".papers": ["Features", "FeatureLookup", "Papers"],
         ".parallel": ["parallelize"],
         ".load": ["load_weights"],
     },
