@@ -1,18 +1,18 @@
 """Graphs of papers for R-GAT: simulate citations or materials, or convert IGB-Heterogeneous.
 
-    python -m data_prep.igb simulate OUT            papers, authors, institutes, fields of study and venues, or --kind materials
-    python -m data_prep.igb convert SOURCE OUT      IGBH, any size: SOURCE/processed/TYPE/node_feat.npy, SOURCE/processed/SRC__REL__DST/
-                                                    edge_index.npy [E, 2], SOURCE/processed/paper/node_label_{19,2K}.npy
-    python -m data_prep.igb check OUT               all edges; counts, degrees and homophily
+    python -m data_prep.igb simulate OUT        papers, authors, institutes, fields of study and venues, or --kind materials
+    python -m data_prep.igb convert SOURCE OUT  IGBH, any size: SOURCE/processed/TYPE/node_feat.npy, paper/node_label_{19,2K}.npy,
+                                                SRC__REL__DST/edge_index.npy [E, 2]
+    python -m data_prep.igb check OUT           all edges; counts, degrees and homophily
 
-OUT has the form of hpcai.data.graph. Each relation has its reverse, named rev_REL; cites has self-loops, and then all pairs in both
+OUT has the form of hpcai.data.graph. Each relation has its reverse, rev_REL; cites has each self-loop and then all pairs in both
 directions (MLPerf). Of a simulation truth.npz has the year of each paper, its community and a second one with its share.
 
 N nodes, E edges, F features"""
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,42 +30,39 @@ from hpcai.programs import command_of_app
 
 Array = NDArray[Any]
 Edges = Callable[[], Iterator[tuple[Array, Array]]]     # chunks of (sources, destinations), the same in each call
+Rows = Callable[[int, int], Array]              # rows of features from one to another
 CHUNK = 1 << 24                                 # edges, or values of features, at a time
+LABELLED = {(269_346_174, 2983): 157_675_969, (269_346_174, 19): 227_130_858}     # the first papers of IGBH-Full; all of others
 
 
 # ---- files
 
 
-def write_file(path: Path, dtype: Any, shape: Any, fill: Callable[[Array], None]) -> None:
-    """Write a raw file atomically. ``fill`` sets its elements, which are mapped."""
+def write_array(path: Path, shape: tuple[int, ...], dtype: Any, fill: Callable[[Array], None] | Array) -> None:
+    """Write a raw file atomically: an array, or what ``fill`` sets in the mapped file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_name(f".{path.name}.partial")
-    if not np.prod(shape):
-        partial_path.write_bytes(b"")
-    else:
-        fill(mapped := np.memmap(partial_path, dtype, "w+", shape=shape))
-        mapped.flush()
-    commit_file(partial_path, path)
+    unfinished = path.with_name(f".{path.name}.partial")
+    unfinished.write_bytes(b"")
+    if all(shape):
+        out = np.memmap(unfinished, dtype, "w+", shape=shape)
+        fill(out) if callable(fill) else np.copyto(out, fill)
+        out.flush()
+    commit_file(unfinished, path)
 
 
-def write_array(path: Path, values: Array) -> None:
-    write_file(path, values.dtype, values.shape, lambda out: np.copyto(out, values))
-
-
-def write_relation(folder: Path, counts: tuple[int, int], edges: Edges) -> None:
-    """Write a relation of so many sources and destinations, compressed by destination, by a counting sort in two passes. The memory
-    is that of a chunk and of 16 bytes per destination."""
-    sources, destinations = counts
-    indptr = np.zeros(destinations + 1, np.int64)
-    for number, ends in enumerate(edges()):
-        for values, count, what in zip(ends, counts, ("source", "destination")):
+def write_relation(path: Path, counts: tuple[int, int], edges: Edges) -> None:
+    """Write a relation of so many sources and destinations, compressed by destination: a counting sort in two passes, with memory
+    for a chunk and two numbers of each destination."""
+    indptr = np.zeros(counts[1] + 1, np.int64)
+    for ends in edges():
+        for values, count, end in zip(ends, counts, ("source", "destination")):
             if values.size and not 0 <= values.min() <= values.max() < count:
-                raise DataError(f"{folder.name}: chunk {number} has {what} {values.min()} or {values.max()}; there are {count:,} nodes")
+                text = f"{end}s {values.min():,} to {values.max():,}, but there are {count:,}"
+                raise DataError(f"{path.parent.name}: {text}; fetch its edge_index.npy again")
         np.add.at(indptr, ends[1] + 1, 1)
-    np.cumsum(indptr, out=indptr)
+    free = np.cumsum(indptr, out=indptr)[:-1].copy()
 
     def place(out: Array) -> None:
-        free = indptr[:-1].copy()
         for source, destination in edges():
             order = np.argsort(destination, kind="stable")
             ordered = destination[order]
@@ -74,85 +71,71 @@ def write_relation(folder: Path, counts: tuple[int, int], edges: Edges) -> None:
             out[free[ordered] + np.arange(len(ordered)) - np.repeat(leads, sizes)] = source[order]
             free[ordered[leads]] += sizes
 
-    write_file(folder / "indices.bin", "<i4" if sources < 1 << 31 else "<i8", int(indptr[-1]), place)
-    write_array(folder / "indptr.bin", indptr)      # last: it marks a finished relation
+    write_array(path.with_name("indices.bin"), (int(indptr[-1]),), "<i4" if counts[0] < 1 << 31 else "<i8", place)
+    write_array(path, indptr.shape, "<i8", indptr)      # last: it marks a finished relation
 
 
-def write_features(path: Path, shape: tuple[int, int], dtype: str, rows: Callable[[int, int], Array]) -> None:
+def write_features(path: Path, shape: tuple[int, int], dtype: str, rows: Rows) -> None:
     def fill(out: Array) -> None:
         for first in range(0, shape[0], step := max(CHUNK // shape[1], 1)):
             with np.errstate(over="ignore"):
                 out[first : first + step] = part = rows(first, first + step).astype(dtype)
-            if not np.isfinite(part).all():
-                raise DataError(f"{path.name}: row {first + int(np.argwhere(~np.isfinite(part))[0, 0]):,} is not finite as {dtype}")
+            if (wrong := np.argwhere(~np.isfinite(part))).size:
+                raise DataError(f"{path.stem}: row {first + int(wrong[0, 0]):,} of features is not finite as {dtype}; see --dtype")
 
-    write_file(path, dtype, shape, fill)
-
-
-def write_degrees(out: Path, kind: str, count: int, relations: Sequence[str]) -> None:
-    degrees = np.zeros(count, np.int32)
-    for name in relations:
-        path = out / "edges" / name / "indices.bin"
-        dtype = "<i4" if count < 1 << 31 else "<i8"
-        indices = np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
-        for first in range(0, len(indices), CHUNK):
-            np.add.at(degrees, indices[first : first + CHUNK], 1)
-    write_array(out / f"degrees/{kind}.bin", degrees)
+    write_array(path, shape, dtype, fill)
 
 
 def with_reverse(name: str, edges: Edges, nodes: Mapping[str, int]) -> dict[str, Edges]:
-    """Return the relations of MLPerf that one has: itself and its reverse, or between nodes of one type a symmetric one."""
+    """Return a relation and its reverse, or between nodes of one type the symmetric relation, as MLPerf has them."""
     source, relation, destination = name.split(SEPARATOR)
-    if source != destination:
-        return {name: edges, SEPARATOR.join((destination, f"rev_{relation}", source)): partial(_chunks, edges, 0, (True,))}
-    return {name: partial(_chunks, edges, nodes[source], (False, True))}
+    if source == destination:
+        return {name: partial(directed, edges, (True, False), nodes[source])}
+    return {name: edges, SEPARATOR.join((destination, f"rev_{relation}", source)): partial(directed, edges, (True,))}
 
 
-def _chunks(edges: Edges, loops: int, flips: tuple[bool, ...]) -> Iterator[tuple[Array, Array]]:
-    """Yield edges, for each of ``flips`` once, reversed or not; with ``loops``, these replace all self-loops."""
+def directed(edges: Edges, flips: tuple[bool, ...], loops: int = 0) -> Iterator[tuple[Array, Array]]:
+    """Yield edges for each of ``flips``, reversed or not. ``loops`` self-loops replace those that are there, each time."""
     for flip in flips:
-        for source, destination in edges():
-            keep = (source != destination) | (not loops)
-            yield (destination[keep], source[keep]) if flip else (source[keep], destination[keep])
+        for ends in edges():
+            keep = (ends[0] != ends[1]) | (not loops)
+            yield ends[flip][keep], ends[not flip][keep]
         for first in range(0, loops, CHUNK):
             yield (ids := np.arange(first, min(first + CHUNK, loops))), ids
 
 
+def call(job: Callable[[], None]) -> None:
+    job()
+
+
 def write_graph(
-    options: argparse.Namespace, recipe: dict[str, Any], nodes: dict[str, int], relations: Mapping[str, Edges],
-    features: Mapping[str, Callable[[int, int], Array]], shape: tuple[int, str], labels: Callable[[], Array], classes: int,
-    splits: Mapping[str, Array],
+    options: argparse.Namespace, nodes: dict[str, int], relations: Mapping[str, Edges], features: Mapping[str, Rows], width: int,
+    dtype: str, labels: Array, classes: int, splits: Mapping[str, Array],
 ) -> None:  # fmt: skip
-    """Write the files that are missing, each by one worker of one rank, and last graph.json."""
+    """Write the missing files, each by a worker of one rank. Rank 0 writes graph.json last, and prints what it holds."""
     out, (rank, size) = options.out, store.rank_and_size()
-    store.claim_folder(out, recipe)
-    ends = {name: tuple(nodes[kind] for kind in name.split(SEPARATOR)[::2]) for name in relations}
-    jobs = {out / f"edges/{name}/indptr.bin": partial(write_relation, out / f"edges/{name}", ends[name], edges)
-            for name, edges in relations.items()}  # fmt: skip
+    jobs: dict[Path, Callable[[], None]] = {}
+    for name, edges in relations.items():
+        path, (source, _, destination) = out / f"edges/{name}/indptr.bin", name.split(SEPARATOR)
+        jobs[path] = partial(write_relation, path, (nodes[source], nodes[destination]), edges)
     for kind, count in nodes.items():
         path = out / f"features/{kind}.bin"
-        jobs[path] = partial(write_features, path, (count, shape[0]), shape[1], features[kind])
-    later = {out / f"degrees/{kind}.bin": partial(write_degrees, out, kind, count, [n for n in relations if n.startswith(kind + SEPARATOR)])
-             for kind, count in nodes.items()}  # fmt: skip
-    for group in (jobs, later):
-        mine = [job for path, job in [*group.items()][rank::size] if not path.is_file()]
-        store.run_parallel(mine, _call, options.workers if options.command == "convert" else 1, options.command)
-        store.wait_for(list(group), Path.is_file, str)
+        jobs[path] = partial(write_features, path, (count, width), dtype, features[kind])
+    mine = [job for path, job in [*jobs.items()][rank::size] if not path.is_file()]
+    store.run_parallel(mine, call, options.workers, options.command)
     if rank:
         return
-    values = labels().astype(np.int32)
-    write_array(out / "labels.bin", values)
+    store.wait_for(list(jobs), Path.is_file, str)
+    write_array(out / "labels.bin", labels.shape, "<i4", labels.astype(np.int32))
     for name, ids in splits.items():
-        write_array(out / f"splits/{name}.bin", ids.astype(np.int64))
-    edges = {name: (out / f"edges/{name}/indices.bin").stat().st_size // (4 if ends[name][0] < 1 << 31 else 8) for name in relations}
+        write_array(out / f"splits/{name}.bin", ids.shape, "<i8", ids)
+    counts = {name: int(np.memmap(out / f"edges/{name}/indptr.bin", "<i8", "r")[-1]) for name in relations}
     write_json(out / "graph.json", {
-        "nodes": nodes, "edges": edges, "target": "paper" if "paper" in nodes else next(iter(nodes)), "features": shape[0],
-        "dtype": shape[1], "classes": classes, "splits": {name: len(ids) for name, ids in splits.items()},
+        "nodes": nodes, "edges": counts, "target": next(iter(nodes)), "features": width, "dtype": dtype, "classes": classes,
+        "splits": {name: len(ids) for name, ids in splits.items()},
     })  # fmt: skip
-
-
-def _call(job: Callable[[], None]) -> None:
-    job()
+    describe(out, getattr(options, "check", False))
+    print(f"next: {command_of_app('rgat', 'small' if 'check' in options else 'node')} data.directory={out}", flush=True)
 
 
 # ---- convert
@@ -160,33 +143,32 @@ def _call(job: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class Source(command.Settings):
-    classes: int = option(2983, "19 or 2983", type=int, choices=[19, 2983])
+    classes: int = option(2983, "of papers", type=int, choices=[19, 2983])
     dtype: str = option("float16", "of features", choices=["float16", "float32"])
-    width: int = option(1024, "features of files without a header", type=command.positive)
-    seed: int = option(42, "of the split: 60 percent and 0.5 percent of the papers with labels", type=command.natural)
+    width: int = option(1024, "features in files without a header", type=command.positive)
+    seed: int = option(42, "of the split: 60 %% and 0.5 %% of the papers with labels", type=command.natural)
 
 
-LABELLED = {(269_346_174, 2983): 157_675_969, (269_346_174, 19): 227_130_858}     # the first papers of IGBH-Full; all of others
-
-
-def open_array(path: Path, width: int | None) -> Array:
-    """Map a file of numpy, or the float32 values of one without a header, such as those of the large sizes."""
+def open_array(path: Path, width: int) -> Array:
+    """Map a file of numpy, or the float32 values of one without a header, as those of the large sizes are.   [N, width]"""
     try:
         with path.open("rb") as file:
             has_header = file.read(6) == b"\x93NUMPY"
         if has_header:
-            return np.load(path, mmap_mode="r", allow_pickle=False)
-        return np.memmap(path, "<f4", "r").reshape(-1, *([width] if width else []))
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            return array if array.ndim == 2 else array.reshape(-1, width)
+        return np.memmap(path, "<f4", "r").reshape(-1, width)
     except (OSError, ValueError) as problem:
-        raise DataError(f"{path}: cannot be read ({problem}); fetch it again") from problem
+        raise DataError(f"{path}: cannot be read as rows of {width} ({problem}); fetch it again") from problem
 
 
 def read_edges(path: Path) -> Iterator[tuple[Array, Array]]:
     array = open_array(path, 2)
-    if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
-        raise DataError(f"{path}: is {array.dtype} {array.shape}, expected integers [E, 2]")
+    if array.shape[1] != 2 or array.dtype.kind not in "iu":
+        raise DataError(f"{path}: is {array.dtype} {array.shape}, expected integers [E, 2]; fetch it again")
     for first in range(0, len(array), CHUNK):
-        yield tuple(np.asarray(array[first : first + CHUNK], np.int64).T)  # type: ignore[misc]
+        source, destination = np.asarray(array[first : first + CHUNK], np.int64).T
+        yield source, destination
 
 
 def read_features(path: Path, width: int, first: int, end: int) -> Array:
@@ -194,33 +176,32 @@ def read_features(path: Path, width: int, first: int, end: int) -> Array:
 
 
 def convert(options: argparse.Namespace) -> None:
-    source, root = Source.from_options(options), options.source
-    root = root / "processed" if (root / "processed").is_dir() else root
-    names = sorted(path.parent.name for path in root.glob("*__*__*/edge_index.npy"))
-    if not any(name.startswith("paper__cites__") for name in names):
-        raise ConfigError(f"{root}: holds no paper__cites__paper/edge_index.npy; give the folder of one size of IGBH")
-    kinds = list(dict.fromkeys(["paper", *(kind for name in names for kind in name.split("__")[::2])]))
-    arrays = {kind: open_array(root / kind / "node_feat.npy", source.width) for kind in kinds}
-    nodes, width = {kind: len(array) for kind, array in arrays.items()}, arrays["paper"].shape[1]
-    if wrong := [kind for kind, array in arrays.items() if array.shape[1:] != (width,)]:
-        raise DataError(f"{root / wrong[0]}: features {arrays[wrong[0]].shape}, expected [N, {width}] as those of papers")
-    relations: dict[str, Edges] = {}
-    for name in names:
-        relations |= with_reverse(name.replace("__", SEPARATOR), partial(read_edges, root / name / "edge_index.npy"), nodes)
-    known = LABELLED.get((nodes["paper"], source.classes), nodes["paper"])
-    stored = open_array(root / f"paper/node_label_{'2K' if source.classes == 2983 else 19}.npy", None).reshape(-1)
     import torch  # whose permutation is that of MLPerf
 
+    source, root = Source.from_options(options), options.source
+    root = root / "processed" if (root / "processed").is_dir() else root
+    paths = {path.parent.name: path for path in sorted(root.glob("*__*__*/edge_index.npy"))}
+    if "paper__cites__paper" not in paths:
+        raise ConfigError(f"{root}: holds no paper__cites__paper/edge_index.npy; give the folder of one size of IGBH")
+    kinds = list(dict.fromkeys(["paper", *(kind for name in paths for kind in name.split("__")[::2])]))
+    shapes = {kind: open_array(root / kind / "node_feat.npy", source.width).shape for kind in kinds}
+    nodes, width = {kind: shape[0] for kind, shape in shapes.items()}, shapes["paper"][1]
+    if wrong := [kind for kind, shape in shapes.items() if shape[1] != width]:
+        raise DataError(f"{root / wrong[0]}: features {shapes[wrong[0]]}, expected [N, {width}] as those of papers")
+    relations: dict[str, Edges] = {}
+    for name, path in paths.items():
+        relations |= with_reverse(name.replace("__", SEPARATOR), partial(read_edges, path), nodes)
+    known = LABELLED.get((nodes["paper"], source.classes), nodes["paper"])
+    labels = open_array(path := root / f"paper/node_label_{'2K' if source.classes > 19 else 19}.npy", 1)[:, 0]
+    if len(labels) != nodes["paper"]:
+        raise DataError(f"{path}: has {len(labels):,} labels, but there are {nodes['paper']:,} papers; fetch it again")
+    labels = np.where(np.arange(len(labels)) < known, np.nan_to_num(labels, nan=-1), -1).astype(np.int32)
     order = torch.randperm(known, generator=torch.Generator().manual_seed(source.seed)).numpy()
-    train, held = int(known * 0.6), int(known * 0.005)
-    recipe = {"kind": "convert", **source.json_dict, "nodes": nodes}
-    write_graph(
-        options, recipe, nodes, relations,
-        {kind: partial(read_features, root / kind / "node_feat.npy", source.width) for kind in kinds}, (width, source.dtype),
-        lambda: np.where(np.arange(len(stored)) < known, np.nan_to_num(stored, nan=-1), -1), source.classes,
-        {"train": order[:train], "validation": order[train : train + held]},
-    )  # fmt: skip
-    finish(options, "node")
+    train = int(known * 0.6)
+    splits = {"train": order[:train], "validation": order[train : train + int(known * 0.005)]}
+    features = {kind: partial(read_features, root / kind / "node_feat.npy", source.width) for kind in kinds}
+    store.claim_folder(options.out, {"kind": "convert", **source.json_dict, "nodes": nodes})
+    write_graph(options, nodes, relations, features, width, source.dtype, labels, source.classes, splits)
 
 
 # ---- simulate
@@ -233,7 +214,7 @@ class Recipe(command.Recipe):
     communities: int = option(12, "classes of papers", type=command.within(2, 1000, int))
     years: int = option(12, "years of papers, of which the last two are for validation", type=command.within(4, 100, int))
     features: int = option(32, "width of the features", type=command.within(8, 4096, int))
-    noise: float = option(4.0, "standard deviation of the features of a paper, in distances of communities", type=command.within(0, 100))
+    noise: float = option(4.0, "standard deviation of the features of a paper", type=command.within(0, 100))
     unknown: float = option(0.2, "fraction of papers without label", type=command.within(0, 0.9))
     validation: float = 0.0
     test: float = 0.0
@@ -285,71 +266,49 @@ def simulate_citations(recipe: Recipe, count: int, rng: np.random.Generator) -> 
     features = {"paper": mixed + rng.normal(0, recipe.noise, mixed.shape) * np.sqrt(1 / width)}
     for kind, noise in (("author", 1.5), ("institute", 1.5), ("fos", 0.7), ("venue", 0.7)):
         features[kind] = static[home[kind]] + rng.normal(0, noise, (sizes[kind], width)) / np.sqrt(width)
-    labels = np.where(rng.random(count) < recipe.unknown, -1, community)
-    held = year >= years - 2
     truth = {"year": year, "community": community, "second": second, "share": share}
-    return {"nodes": {"paper": count, **sizes}, "edges": edges, "features": features, "labels": labels, "held": held, "truth": truth,
-            "classes": groups}  # fmt: skip
-
-
-ELEMENTS = {  # Pauling's electronegativity, ionic radius in angstrom
-    "Li": (0.98, 0.76), "Na": (0.93, 1.02), "K": (0.82, 1.38), "Rb": (0.82, 1.52), "Cs": (0.79, 1.67), "Mg": (1.31, 0.72),
-    "Ca": (1.00, 1.00), "Sr": (0.95, 1.18), "Ba": (0.89, 1.35), "Al": (1.61, 0.54), "Ga": (1.81, 0.62), "In": (1.78, 0.80),
-    "Ti": (1.54, 0.61), "Mn": (1.55, 0.83), "Fe": (1.83, 0.78), "Ni": (1.91, 0.69), "Cu": (1.90, 0.77), "Zn": (1.65, 0.74),
-    "Ag": (1.93, 1.15), "Cd": (1.69, 0.95), "Pb": (2.33, 1.19), "F": (3.98, 1.33), "Cl": (3.16, 1.81), "Br": (2.96, 1.96),
-    "I": (2.66, 2.20), "O": (3.44, 1.40), "S": (2.58, 1.84), "Se": (2.55, 1.98), "Te": (2.10, 2.21), "N": (3.04, 1.46),
-    "P": (2.19, 2.12), "As": (2.18, 2.22),
-}  # fmt: skip
-PROTOTYPES = {"NaCl": (6, 225), "CsCl": (8, 221), "ZnS": (4, 216), "ZnO": (4, 186), "NiAs": (6, 194), "CuAu": (12, 123), "FeB": (7, 62)}
-"""coordination number of the cation, and space group"""
+    return {"edges": edges, "features": features, "labels": community, "held": year >= years - 2, "truth": truth, "classes": groups}
 
 
 def simulate_materials(recipe: Recipe, count: int, rng: np.random.Generator) -> dict[str, Any]:
     """Return nodes, edges, features and labels of binary crystals. The class follows from the difference of electronegativities
-    (below 0.7, up to 1.7, above: ionic) and the coordination of the prototype (up to 4, up to 6, more); a crystal's own features
-    are its cell, with noise."""
-    table, kinds = np.array([*ELEMENTS.values()]), np.array([*PROTOTYPES.values()])
-    groups, group_of = np.unique(kinds[:, 1], return_inverse=True)
-    pair = np.stack((rng.integers(0, 21, count), rng.integers(0, len(table) - 1, count)))
-    pair[1] += pair[1] >= pair[0]
-    prototype = rng.integers(0, len(kinds), count)
-    difference = np.abs(np.diff(table[pair, 0], axis=0))[0]
-    labels = 3 * np.digitize(difference, (0.7, 1.7)) + np.digitize(kinds[prototype, 0], (5, 7))
-    cell = table[pair, 1].sum(0) * 2 + rng.normal(0, 0.1 * recipe.noise, count)
-    known = {"crystal": np.stack((cell, cell**3 / 50), 1), "element": table, "prototype": kinds[:, :1] / 12, "spacegroup": groups[:, None] / 230}
-    features = {kind: rng.normal(0, 0.1, (len(x), recipe.features)) for kind, x in known.items()}
+    (up to 0.7, up to 1.7, above: ionic) and the coordination of the prototype (4, 6, more); a crystal's own features are its cell,
+    with noise."""
+    tables = json.loads(Path(__file__).with_suffix(".json").read_text())
+    elements, prototypes = (np.array([*tables[name].values()]) for name in ("elements", "prototypes"))
+    groups, group_of = np.unique(prototypes[:, 1], return_inverse=True)
+    pair = rng.permuted(np.tile(np.arange(len(elements)), (count, 1)), axis=1)[:, :2]
+    prototype, rows = rng.integers(0, len(prototypes), count), np.arange(count)
+    difference = np.abs(np.diff(elements[pair, 0]))[:, 0]
+    cell = elements[pair, 1].sum(1) * 2 + rng.normal(0, 0.1 * recipe.noise, count)
+    known = {"crystal": np.stack((cell, cell**3 / 50), 1), "element": elements, "prototype": prototypes[:, :1] / 12,
+             "spacegroup": groups[:, None] / 230}  # fmt: skip
+    features = {kind: rng.normal(0, 0.1, (len(values), recipe.features)) for kind, values in known.items()}
     for kind, values in known.items():
         features[kind][:, : values.shape[1]] += values
-    rows = np.arange(count)
-    edges = {"crystal___has___element": (np.tile(rows, 2), pair.reshape(-1)), "crystal___is___prototype": (rows, prototype),
-             "prototype___in___spacegroup": (np.arange(len(kinds)), group_of)}  # fmt: skip
-    labels_known = np.where(rng.random(count) < recipe.unknown, -1, labels)
-    return {"nodes": {kind: len(x) for kind, x in features.items()}, "edges": edges, "features": features, "labels": labels_known,
-            "held": rng.random(count) < 0.2, "truth": {"class": labels, "difference": difference}, "classes": 9}  # fmt: skip
+    edges = {"crystal___has___element": (np.repeat(rows, 2), pair.reshape(-1)), "crystal___is___prototype": (rows, prototype),
+             "prototype___in___spacegroup": (np.arange(len(prototypes)), group_of)}  # fmt: skip
+    labels = 3 * np.digitize(difference, (0.7, 1.7)) + np.digitize(prototypes[prototype, 0], (5, 7))
+    return {"edges": edges, "features": features, "labels": labels, "held": rng.random(count) < 0.2, "classes": 9,
+            "truth": {"class": labels, "difference": difference}}  # fmt: skip
 
 
 def simulate(options: argparse.Namespace) -> None:
-    recipe = Recipe.from_options(options)
-    kind = simulate_citations if recipe.kind == "citations" else simulate_materials
-    made = kind(recipe, options.papers, recipe.generator(1, 0))
-    relations: dict[str, Edges] = {}
+    recipe, generators = Recipe.from_options(options), {"citations": simulate_citations, "materials": simulate_materials}
+    rng = recipe.generator(1, 0)
+    made = generators[recipe.kind](recipe, options.papers, rng)
+    nodes, relations = {kind: len(rows) for kind, rows in made["features"].items()}, dict[str, Edges]()
     for name, ends in made["edges"].items():
-        relations |= with_reverse(name, partial(_one_chunk, *ends), made["nodes"])
-    known = made["labels"] >= 0
-    splits = {"train": np.flatnonzero(known & ~made["held"]), "validation": np.flatnonzero(known & made["held"])}
+        relations |= with_reverse(name, partial(iter, [ends]), nodes)
+    labels = np.where(rng.random(options.papers) < recipe.unknown, -1, made["labels"])
+    splits = {name: np.flatnonzero((labels >= 0) & (made["held"] == held)) for name, held in (("train", 0), ("validation", 1))}
     if not all(map(len, splits.values())):
         raise ConfigError(f"--papers {options.papers}: a split has none with a label; ask for more")
     rows = {name: partial(_rows, values) for name, values in made["features"].items()}
-    write_graph(
-        options, {"kind": "simulate", **recipe.json_dict, "papers": options.papers}, made["nodes"], relations, rows,
-        (recipe.features, "float16"), lambda: made["labels"], made["classes"], splits,
-    )  # fmt: skip
-    np.savez(options.out / "truth.npz", **made["truth"])
-    finish(options, "small")
-
-
-def _one_chunk(source: Array, destination: Array) -> Iterator[tuple[Array, Array]]:
-    yield source, destination
+    store.claim_folder(options.out, {**recipe.json_dict, "papers": options.papers})
+    if store.rank_and_size()[0] == 0:
+        np.savez(options.out / "truth.npz", **made["truth"])
+    write_graph(options, nodes, relations, rows, recipe.features, "float16", labels, made["classes"], splits)
 
 
 def _rows(values: Array, first: int, end: int) -> Array:
@@ -359,50 +318,37 @@ def _rows(values: Array, first: int, end: int) -> Array:
 # ---- check
 
 
-def finish(options: argparse.Namespace, config: str) -> None:
-    if store.rank_and_size()[0] == 0:
-        if getattr(options, "check", False):
-            describe(options.out)
-        print(f"next: {command_of_app('rgat', config)} data.directory={options.out}", flush=True)
-
-
-def homophily(graph: Graph, name: str) -> float:
-    """Return the fraction of edges between different nodes of known classes that join equal classes."""
-    ends = np.repeat(np.arange(len(graph.indptr[name]) - 1), np.diff(graph.indptr[name]))
-    pairs = graph.labels[np.stack((graph.indices[name], ends))]
-    pairs = pairs[:, (graph.indices[name] != ends) & (pairs >= 0).all(0)]
-    return float((pairs[0] == pairs[1]).mean()) if pairs.size else float("nan")
-
-
-def describe(folder: Path) -> None:
-    """Check all edges of a graph, and print counts, degrees and homophily. Raises DataError."""
+def describe(folder: Path, check: bool) -> None:
+    """Print counts, degrees, and homophily: the fraction of edges between other nodes of known classes that join equal ones.
+    ``check``: all edges; raises DataError."""
     graph = Graph(folder)
-    graph.check()
+    if check:
+        graph.check()
     print(f"nodes: {', '.join(f'{name} {count:,}' for name, count in graph.nodes.items())}; features {graph.width} {graph.dtype}")
-    for name, (source, destination) in graph.relations.items():
-        degree = np.diff(graph.indptr[name])
-        same = f", homophily {homophily(graph, name):.2f}" if source == destination == graph.target else ""
-        print(f"  {name}: {graph.edge_counts[name]:,} edges, degree {degree.mean():.1f}, at most {degree.max():,}, "
+    for name, ends in graph.relations.items():
+        degree, same = np.diff(graph.indptr[name]), ""
+        if check and {*ends} == {graph.target}:
+            pairs = np.stack((graph.indices[name], np.repeat(np.arange(len(degree)), degree)))
+            classes = graph.labels[pairs[:, pairs[0] != pairs[1]]]
+            same = f", homophily {np.equal(*classes[:, (classes >= 0).all(0)]).mean():.2f}"
+        print(f"  {name}: {degree.sum():,} edges, degree {degree.mean():.1f}, at most {degree.max():,}, "
               f"none for {(degree == 0).mean():.1%}{same}")  # fmt: skip
     splits = ", ".join(f"{len(ids):,} for {name}" for name, ids in graph.splits.items())
-    print(f"classes: {graph.classes}; {graph.target}s: {splits}; {(graph.labels < 0).mean():.1%} without label")
+    print(f"classes: {graph.classes}; {graph.target}s: {splits}; {(graph.labels < 0).mean():.1%} without label", flush=True)
 
 
 class GraphBuilder(command.DatasetBuilder):
     def run_check(self, options: argparse.Namespace) -> int:
-        describe(options.out)
+        describe(options.out, True)
         return 0
-
-
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of one size of IGBH, with processed")
 
 
 BUILDER = GraphBuilder(
     "igb", "Graphs of papers for R-GAT.", "rgat",
     command.Check("All edges; counts, degrees, homophily.", lambda prepared, options: iter(()), None, None),
-    (command.Simulate("Papers with communities that drift, or crystals.", Recipe, ("papers", 20_000, "papers, or crystals"), simulate),
-     command.Convert("IGB-Heterogeneous to our files.", Source, convert, add_source_options)),
+    (command.Simulate("Papers in communities that drift, or crystals.", Recipe, ("papers", 20_000, "or crystals"), simulate),
+     command.Convert("IGB-Heterogeneous to our files.", Source, convert,
+                     lambda parser: parser.add_argument("source", type=Path, metavar="SOURCE", help="one size of IGBH"))),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

@@ -3,7 +3,6 @@
     graph.json                                  {"nodes": {TYPE: count}, "edges": {"SRC___REL___DST": count}, "target": TYPE,
                                                  "features": F, "dtype": "float16", "classes": C, "splits": {"train": count}}
     features/TYPE.bin                           float16 or float32 [nodes, F]
-    degrees/TYPE.bin                            int32 [nodes]: edges from each node, over all relations
     edges/SRC___REL___DST/indptr.bin            int64 [destinations + 1]: compressed by destination
     edges/SRC___REL___DST/indices.bin           int32, or int64 from 2^31 sources on [edges]: sources
     labels.bin                                  int32 [nodes of the target type], -1: unknown
@@ -13,9 +12,9 @@ N nodes, E edges, F features, L hops, S seeds"""
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,6 @@ from hpcai.errors import DataError
 from hpcai.json_file import check_fields, read_object
 
 Array = NDArray[Any]
-Mode = Literal["mapped", "memory"]
 SEPARATOR = "___"
 _CHUNK = 1 << 24  # elements that are checked at once
 _REMEDY = "make the graph again, with data_prep"
@@ -40,108 +38,90 @@ class SubGraph(NamedTuple):
 
 
 class Graph:
-    """A graph in ``folder``. ``mode``: ``mapped`` reads edges through the page cache, on use; ``memory`` loads them, by O_DIRECT.
+    """A graph in ``folder``. Its files are mapped, or loaded to memory by ``reader`` and then checked.
 
-    Raises DataError, with the file, for sizes that disagree with graph.json and an invalid ``indptr``. ``memory`` also checks all
-    edges, as does ``check``; ``mapped`` checks those that are sampled.
-    """
+    Raises DataError, with the file, for sizes that disagree with graph.json. Mapped edges are checked when they are sampled, or
+    all by ``check``."""
 
-    def __init__(self, folder: Path, mode: Mode = "mapped", reader: Reader | None = None) -> None:
-        self.folder, self.mode, path = Path(folder), mode, Path(folder) / "graph.json"
+    def __init__(self, folder: Path, reader: Reader | None = None) -> None:
+        self.folder, path = Path(folder), Path(folder) / "graph.json"
         header = read_object(path, "the header of a graph", DataError)
         with check_fields(path, "the header of a graph", DataError):
             self.nodes = {str(name): int(count) for name, count in header["nodes"].items()}
             self.edge_counts = {str(name): int(count) for name, count in header["edges"].items()}
-            self.relations = {name: self._ends(name) for name in self.edge_counts}
             self.target, self.classes, self.width = str(header["target"]), int(header["classes"]), int(header["features"])
             self.dtype = np.dtype({"float16": "<f2", "float32": "<f4"}[header["dtype"]])
-            counts = {str(name): int(count) for name, count in header["splits"].items()}
+            self.relations = {name: tuple(name.split(SEPARATOR)[::2]) for name in self.edge_counts}
+            splits = {str(name): int(count) for name, count in header["splits"].items()}
+            ends = {name: (self.nodes[source], self.nodes[target]) for name, (source, target) in self.relations.items()}
             targets = self.nodes[self.target]
         if empty := [name for name, count in self.nodes.items() if count < 1]:
             raise DataError(f"{path}: type {empty[0]!r} has no node; leave it and its relations out")
-        self.header = header
         self.identity = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        opened = reader if reader is not None or mode == "mapped" else Reader()
-        self.indptr, self.indices = dict[str, Array](), dict[str, Array]()
-        for name, (source, destination) in self.relations.items():
-            index = np.dtype("<i4" if self.nodes[source] < 1 << 31 else "<i8")
-            folder, edges = self.folder / "edges" / name, self.edge_counts[name]
-            self.indptr[name] = self._open(folder / "indptr.bin", "<i8", self.nodes[destination] + 1, opened)
-            self.indices[name] = self._open(folder / "indices.bin", index, edges, opened)
-            if (ends := (self.indptr[name][0], self.indptr[name][-1])) != (0, edges):
-                text = f"runs from {ends[0]:,} to {ends[1]:,}, expected 0 to {edges:,}"
-                raise DataError(f"{folder / 'indptr.bin'}: {text}; {_REMEDY}")
-        self.labels = self._open(self.folder / "labels.bin", "<i4", targets, opened)
-        self.splits = {name: self._open(self.folder / f"splits/{name}.bin", "<i8", count, opened) for name, count in counts.items()}
+        self.indptr = {name: self._open(f"edges/{name}/indptr", "<i8", n + 1, reader) for name, (_, n) in ends.items()}
+        self.indices = {name: self._open(f"edges/{name}/indices", "<i4" if n < 1 << 31 else "<i8", self.edge_counts[name], reader)
+                        for name, (n, _) in ends.items()}  # fmt: skip
+        self.labels = self._open("labels", "<i4", targets, reader)
+        self.splits = {name: self._open(f"splits/{name}", "<i8", count, reader) for name, count in splits.items()}
         for name in self.nodes:
-            self._size(self.feature_path(name), self.width * self.dtype.itemsize, self.nodes[name])
-        if opened is not None and reader is None:
-            opened.close()
-        if mode == "memory":
+            self.features(name)
+        for name, indptr in self.indptr.items():
+            if (found := (indptr[0], indptr[-1])) != (0, count := self.edge_counts[name]):
+                path = self.path(f"edges/{name}/indptr")
+                raise DataError(f"{path}: runs from {found[0]:,} to {found[1]:,}, expected 0 to {count:,}; {_REMEDY}")
+        if reader is not None:
             self.check()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the folder. A worker process maps the files, so that processes share them."""
         return Graph, (self.folder,)
 
-    def feature_path(self, name: str) -> Path:
-        return self.folder / f"features/{name}.bin"
+    def features(self, name: str) -> Array:
+        """Return the features of a type, mapped.   [N, F]"""
+        return self._open(f"features/{name}", (self.dtype, (self.width,)), self.nodes[name], None)
 
     def degrees(self, name: str) -> Array:
-        """Return the number of edges from each node of a type, over all relations.   [N] int32"""
-        return self._open(self.folder / f"degrees/{name}.bin", "<i4", self.nodes[name], None)
+        """Return the number of edges to each node of a type. With all reverse relations, as MLPerf has, as many start there.   [N]
+        """
+        parts = [np.diff(self.indptr[relation]) for relation, (_, end) in self.relations.items() if end == name]
+        return np.sum([np.zeros(self.nodes[name], int), *parts], 0)
 
-    @property
-    def files(self) -> list[Path]:
-        return sorted(path for path in self.folder.rglob("*") if path.suffix in (".bin", ".json"))
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.bin"
 
     def check(self) -> None:
         """Read all edges, labels and splits. Raises DataError for an edge from a node that is not there, and the like."""
         for name, (source, _) in self.relations.items():
-            folder = self.folder / "edges" / name
-            for first, part in _parts(self.indptr[name], overlap=1):
-                if (wrong := np.flatnonzero(np.diff(part) < 0)).size:
-                    raise DataError(f"{folder / 'indptr.bin'}: does not ascend at {first + int(wrong[0])}; {_REMEDY}")
-            self._check_ids(folder / "indices.bin", self.indices[name], 0, self.nodes[source], "edge", f"{source} nodes")
-        self._check_ids(self.folder / "labels.bin", self.labels, -1, self.classes, "label", "classes")
+            indptr, path = self.indptr[name], self.path(f"edges/{name}/indptr")
+            for first in range(0, len(indptr), _CHUNK):
+                if (wrong := np.flatnonzero(np.diff(indptr[first : first + _CHUNK + 1]) < 0)).size:
+                    raise DataError(f"{path}: does not ascend at {first + int(wrong[0]):,}; {_REMEDY}")
+            self._check_ids(f"edges/{name}/indices", self.indices[name], 0, self.nodes[source], f"{source} nodes")
+        self._check_ids("labels", self.labels, -1, self.classes, "classes")
         for name, ids in self.splits.items():
-            self._check_ids(path := self.folder / f"splits/{name}.bin", ids, 0, self.nodes[self.target], "row", "nodes")
+            self._check_ids(f"splits/{name}", ids, 0, self.nodes[self.target], f"{self.target} nodes")
             if len(np.unique(ids)) < len(ids):
-                raise DataError(f"{path}: names a node twice; {_REMEDY}")
+                raise DataError(f"{self.path(f'splits/{name}')}: names a node twice; {_REMEDY}")
 
-    def _ends(self, name: str) -> tuple[str, str]:
-        source, _, destination = name.split(SEPARATOR)
-        if missing := {source, destination} - self.nodes.keys():
-            raise ValueError(f"relation {name!r} has ends of unknown type {missing.pop()!r}")
-        return source, destination
-
-    def _size(self, path: Path, row: int, rows: int) -> None:
+    def _open(self, name: str, dtype: Any, count: int, reader: Reader | None) -> Array:
+        path, row = self.path(name), np.dtype(dtype).itemsize
         try:
             size = os.stat(path).st_size
         except OSError as problem:
             raise DataError(f"{path}: cannot be opened ({problem.strerror}); {_REMEDY}") from problem
-        if size % row:
-            raise DataError(f"{path}: has {size:,} bytes, no multiple of a row of {row:,}; {_REMEDY}")
-        if size != row * rows:
-            raise DataError(f"{path}: has {size // row:,} rows, graph.json has {rows:,}; {_REMEDY}")
+        if size != row * count:
+            found = f"{size // row:,} rows" if size % row == 0 else f"{size:,} bytes, no multiple of a row of {row:,}"
+            raise DataError(f"{path}: has {found}, graph.json has {count:,} rows; {_REMEDY}")
+        if not size or reader is None:
+            return np.memmap(path, dtype, "r").view(np.ndarray) if size else np.zeros(0, dtype)
+        return reader.fetch(path, 0, size).view(dtype)
 
-    def _open(self, path: Path, dtype: Any, count: int, reader: Reader | None) -> Array:
-        self._size(path, np.dtype(dtype).itemsize, count)
-        if not count:
-            return np.zeros(0, dtype)
-        if reader is None:
-            return np.memmap(path, dtype, "r").view(np.ndarray)
-        return reader.fetch(path, 0, count * np.dtype(dtype).itemsize).view(dtype)
-
-    def _check_ids(self, path: Path, values: Array, low: int, high: int, what: str, of: str) -> None:
-        for first, part in _parts(values):
+    def _check_ids(self, name: str, values: Array, low: int, high: int, of: str) -> None:
+        for first in range(0, len(values), _CHUNK):
+            part = values[first : first + _CHUNK]
             if (wrong := np.flatnonzero((part < low) | (part >= high))).size:
-                text = f"{what} {first + int(wrong[0]):,} has {int(part[wrong[0]]):,}, but there are {high:,} {of}"
-                raise DataError(f"{path}: {text}; {_REMEDY}")
-
-
-def _parts(values: Array, overlap: int = 0) -> Iterator[tuple[int, Array]]:
-    return ((first, values[first : first + _CHUNK + overlap]) for first in range(0, len(values), _CHUNK))
+                text = f"entry {first + int(wrong[0]):,} is {int(part[wrong[0]]):,}, but there are {high:,} {of}"
+                raise DataError(f"{self.path(name)}: {text}; {_REMEDY}")
 
 
 # ---- neighbours
@@ -157,39 +137,32 @@ def sample_neighbors(graph: Graph, seeds: Array, fan_out: Sequence[int], generat
     edges: dict[str, list[Array]] = {name: [] for name in graph.relations}
     first = dict.fromkeys(nodes, 0)  # the number of the first node of the last hop
     for limit in fan_out:
-        drawn: dict[str, list[Array]] = {name: [] for name in nodes}
+        drawn: dict[str, dict[str, Array]] = {name: {} for name in nodes}  # sources by type and relation
         ends: dict[str, Array] = {}
         for name, (source, destination) in graph.relations.items():
-            ids, counts = _draw_edges(graph, name, nodes[destination][-1], limit, generator)
-            drawn[source].append(ids)
+            drawn[source][name], counts = _draw_edges(graph, name, nodes[destination][-1], limit, generator)
             ends[name] = np.repeat(np.arange(first[destination], first[destination] + len(counts)), counts)
         for kind, parts in drawn.items():
             known = np.concatenate(nodes[kind])
-            new, numbers = renumber(known, np.concatenate([none, *parts]))
+            new, numbers = renumber(known, np.concatenate([none, *parts.values()]))
             nodes[kind].append(new)
             first[kind] = len(known)
-            cuts = np.cumsum([len(part) for part in parts])[:-1]
-            for name, part in zip((n for n, pair in graph.relations.items() if pair[0] == kind), np.split(numbers, cuts)):
+            for name, part in zip(parts, np.split(numbers, np.cumsum([len(ids) for ids in parts.values()], dtype=int)[:-1])):
                 edges[name].append(np.stack((part, ends[name])))
-    return SubGraph(_frozen(nodes), _frozen(edges))
-
-
-def _frozen(lists: Mapping[str, list[Array]]) -> dict[str, tuple[Array, ...]]:
-    return {name: tuple(arrays) for name, arrays in lists.items()}
+    return SubGraph(*({name: tuple(hops) for name, hops in lists.items()} for lists in (nodes, edges)))
 
 
 def _draw_edges(graph: Graph, name: str, nodes: Array, limit: int, generator: np.random.Generator) -> tuple[Array, Array]:
     """Return the sources of drawn edges of a relation [E], and their number for each destination [N]."""
     start = graph.indptr[name][nodes]
     degree = graph.indptr[name][nodes + 1] - start
-    if degree.size and degree.min() < 0:
-        raise DataError(f"{graph.folder / 'edges' / name}: indptr does not ascend at {nodes[degree.argmin()]:,}; {_REMEDY}")
+    if degree.size and (degree.min() < 0 or start.min() < 0 or (start + degree).max() > len(graph.indices[name])):
+        raise DataError(f"{graph.path(f'edges/{name}/indptr')}: does not ascend from 0 to {graph.edge_counts[name]:,}; {_REMEDY}")
     counts, offsets = draw(degree, limit, generator)
     ids = graph.indices[name][np.repeat(start, counts) + offsets].astype(np.int64)
-    count = graph.nodes[graph.relations[name][0]]
-    if ids.size and not 0 <= ids.min() <= ids.max() < count:
-        text = f"an edge of node {int(ids.min() if ids.min() < 0 else ids.max()):,}, but there are {count:,}"
-        raise DataError(f"{graph.folder / 'edges' / name}: {text}; {_REMEDY}")
+    if ids.size and not 0 <= ids.min() <= ids.max() < (count := graph.nodes[graph.relations[name][0]]):
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise DataError(f"{graph.path(f'edges/{name}/indices')}: has node {wrong:,}, but there are {count:,}; {_REMEDY}")
     return ids, counts
 
 

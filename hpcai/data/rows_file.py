@@ -69,7 +69,7 @@ class RowsFile:
 def hottest(uses: Mapping[str, Array], rows: int) -> dict[str, Array]:
     """Return the ids of the ``rows`` rows with the most uses over all tables, ascending, of each table.   [N] of each"""
     levels = {name: np.minimum(values, _LEVELS - 1) for name, values in uses.items()}
-    counts = sum(np.bincount(values, minlength=_LEVELS) for values in levels.values())
+    counts = np.sum([np.bincount(values, minlength=_LEVELS) for values in levels.values()], 0)
     least = _LEVELS - int(np.searchsorted(np.cumsum(counts[::-1]), rows, "right"))  # all rows from this level on fit
     chosen = {name: values >= least for name, values in levels.items()}
     left = rows - sum(int(mask.sum()) for mask in chosen.values())

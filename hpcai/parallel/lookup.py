@@ -5,7 +5,6 @@ N ids of this rank, F elements of a row, n ranks"""
 import math
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
 
 from hpcai.dist.collectives import all_to_all
@@ -22,8 +21,8 @@ def check_shard_fits(name: str, size: int, available: int, axis: Axis, remedy: s
     """Raise ConfigError if a shard of a table of ``size`` bytes exceeds ``available`` bytes of this rank."""
     if (shard := -(-size // axis.size)) > available:
         ranks = f"{-(-size // available):,} ranks or more would hold it" if available > 0 else "no memory is left"
-        text = f"a shard on each of {axis.size} ranks has {shard / 1e9:,.3g} GB, but {max(available, 0) / 1e9:,.3g} GB are available"
-        raise ConfigError(f"{name}: {text}; {ranks}, or {remedy}")
+        sizes = f"{shard / 1e9:,.3g} GB, but {max(available, 0) / 1e9:,.3g} GB are available"
+        raise ConfigError(f"{name}: a shard on each of {axis.size} ranks has {sizes}; {ranks}, or {remedy}")
 
 
 class Route:
@@ -63,7 +62,6 @@ class Route:
             return rows
         output = rows.new_empty((sum(received), *rows.shape[1:]))
         row = rows.element_size() * math.prod(rows.shape[1:])
-        flat = [part.contiguous().flatten().view(torch.uint8) for part in (output, rows)]
-        sizes = [[count * row for count in counts] for counts in (received, sent)]
-        torch_dist.all_to_all_single(*flat, *sizes, group=self.axis.group)
+        into, flat = (part.contiguous().flatten().view(torch.uint8) for part in (output, rows))
+        all_to_all(into, flat, self.axis, [row * count for count in received], [row * count for count in sent]).wait()
         return output

@@ -4,8 +4,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,32 +15,29 @@ from hpcai.data.direct import Reader
 from hpcai.data.graph import Graph, SubGraph, sample_neighbors
 from hpcai.data.rows_file import RowsFile, hottest
 from hpcai.dist.mesh import Axis
-from hpcai.errors import ConfigError, DataError
+from hpcai.errors import DataError
 from hpcai.models.rgat.batch import Batch
 from hpcai.parallel.lookup import Route, check_shard_fits, rows_per_rank
 
 Array = NDArray[Any]
-Mode = Literal["mapped", "direct", "sharded"]
+Sizes = dict[str, Array]
 logger = logging.getLogger(__name__)
 
 
 class Features:
-    """The features of the nodes of a graph. ``mode``: ``mapped`` reads them through the page cache, ``direct`` by ``reader`` past
-    it, with up to ``cache`` bytes of the rows with the most edges in memory; ``sharded`` gives ids, for ``FeatureLookup``."""
+    """The features of the nodes of a graph, mapped, or read by ``reader`` past the page cache with up to ``cache`` bytes of the
+    rows with the most edges in memory."""
 
-    def __init__(self, graph: Graph, mode: Mode = "mapped", reader: Reader | None = None, cache: int = 0) -> None:
-        self.graph, self.mode, self.cache = graph, mode, cache
-        self.reader = (reader or Reader()) if mode == "direct" else None
-        row = graph.width * graph.dtype.itemsize
-        hot = hottest({name: graph.degrees(name) for name in graph.nodes}, cache // row) if cache and self.reader else {}
-        self.files = {} if mode == "sharded" else {
-            name: RowsFile(graph.feature_path(name), count, graph.width, graph.dtype, self.reader, hot.get(name, ()))
-            for name, count in graph.nodes.items()
-        }  # fmt: skip
+    def __init__(self, graph: Graph, reader: Reader | None = None, cache: int = 0) -> None:
+        self.graph, self.reader, self.cache = graph, reader, cache
+        rows = cache // (graph.width * graph.dtype.itemsize) if reader else 0
+        hot = hottest({name: graph.degrees(name) for name in graph.nodes}, rows) if rows else {}
+        self.files = {name: RowsFile(graph.path(f"features/{name}"), count, graph.width, graph.dtype, reader, hot.get(name, ()))
+                      for name, count in graph.nodes.items()}  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings. Each worker process has a cache of its own."""
-        return Features, (self.graph, self.mode, self.reader, self.cache)
+        return Features, (self.graph, self.reader, self.cache)
 
     @property
     def hit_rate(self) -> float:
@@ -50,18 +46,16 @@ class Features:
 
     def read(self, name: str, ids: Array, rows: int) -> Array:
         """Return the features of ``ids``, in the first of ``rows`` rows, followed by zeros.   [N] -> [rows, F]"""
-        if self.mode == "sharded":
-            return np.pad(ids, (0, rows - len(ids)), constant_values=-1)
-        size = rows * self.graph.width * self.graph.dtype.itemsize
-        memory = self.reader.memory.allocate(size) if self.reader and size else np.empty(size, np.uint8)
-        out = memory[:size].view(self.graph.dtype).reshape(rows, self.graph.width)
-        self.files[name].read(ids, out[: len(ids)])
+        file = self.files[name]
+        memory = self.reader.memory.allocate(rows * file.row_bytes) if self.reader else np.empty(rows * file.row_bytes, np.uint8)
+        out = memory.view(file.dtype).reshape(rows, file.width)
+        file.read(ids, out[: len(ids)])
         out[len(ids) :] = 0
         return out
 
     def close(self) -> None:
-        if self.cache and self.reader:
-            logger.info("features: %.1f %% of rows came from the cache of %.3g GB", 100 * self.hit_rate, self.cache / 1e9)
+        if self.cache:
+            logger.info("features: %.1f %% of rows came from a cache of %.3g GB", 100 * self.hit_rate, self.cache / 1e9)
         if self.reader is not None:
             self.reader.close()
 
@@ -82,6 +76,7 @@ class Papers:
     paper once, with the same neighbours in every epoch, in a multiple of ``multiple`` groups, the last ones of which may be
     smaller or empty (one seed of padding): so all replicas have equally many batches, as a lookup of sharded features needs.
 
+    ``features``: None for ids instead of features, for ``FeatureLookup``.
     ``fan_out``: neighbours of each node and relation in hops 1 to L, MLPerf: 15, 10, 5. ``pad``: sub-graphs of a local batch that
     is padded, 0 for none. Sizes of hops are then those of a mean batch with room for its fluctuations, times a power of 1.1.
     """
@@ -89,19 +84,20 @@ class Papers:
     replicated = True
 
     def __init__(
-        self, graph: Graph, features: Features, split: str, papers: int, fan_out: Sequence[int] = (15, 10, 5), *, seed: int = 0,
-        multiple: int = 1, pad: int = 0,
+        self, graph: Graph, features: Features | None, split: str, papers: int, fan_out: Sequence[int] = (15, 10, 5), *,
+        seed: int = 0, multiple: int = 1, pad: int = 0,
     ) -> None:  # fmt: skip
         if split not in graph.splits:
             raise DataError(f"{graph.folder}: has no split {split!r}; it has {', '.join(graph.splits)}")
         self.graph, self.features, self.split, self.papers, self.fan_out = graph, features, split, papers, tuple(fan_out)
         self.seed, self.multiple, self.pad, self.shuffled = seed, multiple, pad, split == "train"
         count = len(graph.splits[split])
-        self.groups = count // papers if self.shuffled else -(-(-(-count // papers)) // multiple) * multiple
+        self.groups = count // papers if self.shuffled else -(-count // (papers * multiple)) * multiple
         if not self.groups:
             raise DataError(f"{graph.folder}: {count:,} papers of {split} are no group of data.papers={papers:,}; lower it")
         self._lock, self._order = threading.Lock(), (-1, np.zeros(0, np.int64))
-        self.smallest = self._mean_sizes() if pad else None
+        self.smallest: tuple[Sizes, Sizes] | None = None
+        self.smallest = self._smallest_sizes() if pad else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         kwargs = {"seed": self.seed, "multiple": self.multiple, "pad": self.pad}
@@ -115,15 +111,15 @@ class Papers:
         return f"{self.graph.folder.name} {self.graph.identity} {self.split}"
 
     def changes_since(self, seconds: float) -> str:
-        files = self.graph.files
-        newer = [path for path in files if path.stat().st_mtime > seconds]
-        return f"{len(newer)} of {len(files)} files in {self.graph.folder} are newer" if newer else ""
+        newer = [path for path in self.graph.folder.rglob("*.bin") if path.stat().st_mtime > seconds]
+        return f"{len(newer)} files in {self.graph.folder} are newer" if newer else ""
 
     def describe(self, index: int) -> str:
         return f"{self.graph.folder}: group {index} of {self.papers} papers of {self.split}"
 
     def close(self) -> None:
-        self.features.close()
+        if self.features is not None:
+            self.features.close()
 
     def seeds(self, index: int, epoch: int) -> Array:
         """Return the papers of a group.   [S]"""
@@ -146,82 +142,73 @@ class Papers:
 
     def sample(self, index: int, epoch: int) -> Sample:
         part = self.subgraph(index, epoch)
-        sizes, _ = self._fit([part]) if self.pad == 1 else (_node_counts(part.nodes), None)  # a batch of its own is not copied
-        features = {
-            name: tuple(self.features.read(name, ids, int(rows)) for ids, rows in zip(hops, sizes[name]))
-            for name, hops in part.nodes.items()
-        }
+        sizes = self._fit([part])[0] if self.pad == 1 else _counts(part.nodes)  # a sub-graph that is a batch is copied no more
+        features = {name: tuple(ids if self.features is None else self.features.read(name, ids, int(rows))
+                                for ids, rows in zip(hops, sizes[name])) for name, hops in part.nodes.items()}  # fmt: skip
         seeds = part.nodes[self.graph.target][0]
-        return Sample(part.nodes, part.edges, features, np.where(seeds < 0, -1, self.graph.labels[seeds]).astype(np.int64))
+        return Sample(*part, features, np.where(seeds < 0, -1, self.graph.labels[seeds]).astype(np.int64))
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         """Return the disjoint union of sub-graphs, hop by hop."""
         if self.pad and len(samples) != self.pad:
             raise DataError(f"{self.graph.folder}: {len(samples)} sub-graphs in a local batch, but padding is for {self.pad}")
-        subgraphs = [SubGraph(sample.nodes, sample.edges) for sample in samples]
-        nodes, edges = self._fit(subgraphs)
-        shifts = {name: _shifts([part.nodes[name] for part in subgraphs], sizes) for name, sizes in nodes.items()}
-        starts = {name: np.cumsum(sizes) - sizes for name, sizes in nodes.items()}
-        filled = {name: np.sum([[len(ids) for ids in part.nodes[name]] for part in subgraphs], 0) for name in nodes}
-        joined: dict[str, tuple[Tensor, ...]] = {}
-        for name, sizes in edges.items():
-            source, destination = self.graph.relations[name]
-            hops = []
-            for hop, size in enumerate(sizes):
-                parts = [p.edges[name][hop] for p in subgraphs]
-                ends = [np.concatenate([x[row] + shifts[kind][k][x[row]] for k, x in enumerate(parts)])
-                        for row, kind in enumerate((source, destination))]  # fmt: skip
-                if left := int(size) - len(ends[0]):
-                    spare = [(starts[kind][h] + filled[kind][h], nodes[kind][h] - filled[kind][h])
-                             for kind, h in ((source, hop + 1), (destination, hop))]  # fmt: skip
-                    ends = [np.append(end, first + np.arange(left) * count // left) for end, (first, count) in zip(ends, spare)]
-                hops.append(torch.from_numpy(np.stack(ends)))
-            joined[name] = tuple(hops)
-        seeds = [part.nodes[self.graph.target][0] for part in subgraphs]
-        rows = int(nodes[self.graph.target][0])
-        labels, papers = (_padded(parts, rows, -1) for parts in ([s.labels for s in samples], seeds))
-        return Batch({name: tuple(self._joined_features(samples, name, hop, int(size)) for hop, size in enumerate(sizes))
-                      for name, sizes in nodes.items()}, joined, labels, papers)  # fmt: skip
+        nodes, edges = self._fit(samples)
+        filled = {name: np.sum([_counts(sample.nodes)[name] for sample in samples], 0) for name in nodes}
+        shifts = {name: _shifts([sample.nodes[name] for sample in samples], sizes) for name, sizes in nodes.items()}
+
+        def join_edges(name: str, hop: int, size: int) -> Tensor:
+            rows = []
+            for end, (kind, at) in enumerate(zip(self.graph.relations[name], (hop + 1, hop))):
+                parts = [sample.edges[name][hop][end] for sample in samples]
+                row = np.concatenate([shift[part] + part for shift, part in zip(shifts[kind], parts)])
+                first, left = nodes[kind][:at].sum() + filled[kind][at], size - len(row)
+                spare = (nodes[kind][at] - filled[kind][at]) * np.arange(left) // max(left, 1)  # evenly over nodes of padding
+                rows.append(np.append(row, first + spare))
+            return torch.from_numpy(np.stack(rows))
+
+        def join(parts: list[Array], rows: int, value: int = -1) -> Tensor:
+            if len(parts) == 1 and len(parts[0]) == rows:
+                return torch.from_numpy(parts[0])
+            out = np.full((rows, *parts[0].shape[1:]), value, parts[0].dtype)
+            np.concatenate(parts, out=out[: sum(map(len, parts))])
+            return torch.from_numpy(out)
+
+        blank, seeds = -1 if self.features is None else 0, int(nodes[self.graph.target][0])
+        return Batch(
+            {name: tuple(join([s.features[name][hop] for s in samples], int(size), blank) for hop, size in enumerate(sizes))
+             for name, sizes in nodes.items()},
+            {name: tuple(join_edges(name, hop, int(size)) for hop, size in enumerate(sizes)) for name, sizes in edges.items()},
+            join([s.labels for s in samples], seeds), join([s.nodes[self.graph.target][0] for s in samples], seeds),
+        )  # fmt: skip
 
     # ---- sizes
 
-    def _fit(self, parts: Sequence[SubGraph]) -> tuple[dict[str, Array], dict[str, Array]]:
+    def _fit(self, parts: Sequence[SubGraph | Sample]) -> tuple[Sizes, Sizes]:
         """Return the numbers of nodes of each type by hop [L + 1], and of edges of each relation by hop [L], of a batch."""
-        nodes = {name: sum(_node_counts(part.nodes)[name] for part in parts) for name in self.graph.nodes}
-        edges = {name: sum(np.array([x.shape[1] for x in part.edges[name]]) for part in parts) for name in self.graph.relations}
+        nodes = {name: np.sum([_counts(part.nodes)[name] for part in parts], 0) for name in self.graph.nodes}
+        edges = {name: np.sum([_counts(part.edges)[name] for part in parts], 0) for name in self.graph.relations}
         if self.smallest is None:
             return nodes, edges
-        pairs = [(nodes[name] + 1, self.smallest[0][name]) for name in nodes] + [(edges[n], self.smallest[1][n]) for n in edges]
-        ratio = max((x / small).max() for x, small in pairs)
-        factor = 1.1 ** max(np.ceil(np.log(ratio) / np.log(1.1) - 1e-9), 0)
-        nodes, edges = ({name: np.ceil(small * factor).astype(int) for name, small in group.items()} for group in self.smallest)
-        for name, sizes in nodes.items():  # seeds are always as many
+        ratios = [((x + spare) / low[name]).max() for spare, low, sizes in zip((1, 0), self.smallest, (nodes, edges))
+                  for name, x in sizes.items()]  # fmt: skip
+        factor = 1.1 ** max(np.ceil(np.log(max(ratios)) / np.log(1.1) - 1e-9), 0)
+        nodes, edges = ({name: np.ceil(x * factor).astype(int) for name, x in low.items()} for low in self.smallest)
+        for name, sizes in nodes.items():  # the number of seeds is the same in all batches
             sizes[0] = 1 + self.pad * self.papers * (name == self.graph.target)
         return nodes, edges
 
-    def _mean_sizes(self) -> tuple[dict[str, Array], dict[str, Array]]:
+    def _smallest_sizes(self) -> tuple[Sizes, Sizes]:
         parts = [self.subgraph(index, 0) for index in range(min(self.groups, 4))]
-        self.smallest = None
-        totals = self._fit(parts)
-        return tuple({name: _with_room(x * self.pad / len(parts)) for name, x in group.items()} for group in totals)
+        nodes, edges = ({name: x * self.pad / len(parts) for name, x in sizes.items()} for sizes in self._fit(parts))
+        room = lambda mean: np.ceil(mean + 4 * np.sqrt(mean) + 2)  # noqa: E731  small counts fluctuate most
+        return {name: room(x) for name, x in nodes.items()}, {name: room(x) for name, x in edges.items()}
 
     def _generator(self, *key: int) -> np.random.Generator:
         return np.random.Generator(np.random.SFC64(np.random.SeedSequence([self.seed, *key])))
 
-    def _joined_features(self, samples: Sequence[Sample], name: str, hop: int, rows: int) -> Tensor:
-        parts = [sample.features[name][hop] for sample in samples]
-        if len(parts) == 1 and len(parts[0]) == rows:
-            return torch.from_numpy(parts[0])
-        return _padded(parts, rows, 0 if parts[0].ndim > 1 else -1)
 
-
-def _with_room(mean: Array) -> Array:
-    """Return a size that few batches exceed: counts of small types fluctuate most."""
-    return np.ceil(mean + 4 * np.sqrt(mean) + 2)
-
-
-def _node_counts(nodes: dict[str, tuple[Array, ...]]) -> dict[str, Array]:
-    return {name: np.array([len(ids) for ids in hops]) for name, hops in nodes.items()}
+def _counts(arrays: dict[str, tuple[Array, ...]]) -> Sizes:
+    return {name: np.array([hop.shape[-1] for hop in hops]) for name, hops in arrays.items()}
 
 
 def _shifts(parts: Sequence[tuple[Array, ...]], sizes: Array) -> list[Array]:
@@ -229,12 +216,6 @@ def _shifts(parts: Sequence[tuple[Array, ...]], sizes: Array) -> list[Array]:
     own = np.array([[len(ids) for ids in hops] for hops in parts])
     first = np.cumsum(sizes) - sizes + np.cumsum(own, 0) - own  # in the union, by part and hop
     return [np.repeat(first[k] - (np.cumsum(row) - row), row) for k, row in enumerate(own)]
-
-
-def _padded(parts: Sequence[Array], rows: int, value: int) -> Tensor:
-    out = np.full((rows, *parts[0].shape[1:]), value, parts[0].dtype)
-    np.concatenate(parts, out=out[: sum(map(len, parts))])
-    return torch.from_numpy(out)
 
 
 class FeatureLookup:
@@ -256,7 +237,7 @@ class FeatureLookup:
         for name, count in graph.nodes.items():
             first, end = (min(rank * self.each[name], count) for rank in (axis.rank, axis.rank + 1))
             for start in range(first, end, step := max(_BLOCK // row, 1)):
-                part = reader.fetch(graph.feature_path(name), start * row, (min(start + step, end) - start) * row)
+                part = reader.fetch(graph.path(f"features/{name}"), start * row, (min(start + step, end) - start) * row)
                 place = self.base[name] + start - first
                 self.shard[place : place + len(part) // row] = torch.from_numpy(part.view(graph.dtype).reshape(-1, graph.width))
 
