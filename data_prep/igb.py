@@ -228,8 +228,10 @@ def simulate_citations(recipe: Recipe, count: int, rng: np.random.Generator) -> 
     popularity = rng.normal(0, 0.25, (years, groups)).cumsum(0)
     chance = np.exp(popularity) / np.exp(popularity).sum(1, keepdims=True)
     community = (rng.random((count, 1)) > chance.cumsum(1)[year, :-1]).sum(1)
-    second = (community + rng.integers(1, groups, count)) % groups
-    share = np.where(rng.random(count) < 0.2, rng.uniform(0.2, 0.5, count), 0)
+    affinity = rng.gamma(0.4, 1, (groups, groups)) * (1 - np.eye(groups))  # most cross into few others, and more of them each year
+    affinity /= affinity.sum(1, keepdims=True)
+    second = (rng.random((count, 1)) > affinity.cumsum(1)[community, :-1]).sum(1)
+    share = np.where(rng.random(count) < 0.1 + 0.3 * year / years, rng.uniform(0.2, 0.5, count), 0)
     static = rng.normal(0, 1, (groups, width)) / np.sqrt(width)
     centre = static + rng.normal(0, 0.4, (years, groups, width)).cumsum(0) / np.sqrt(width)
 

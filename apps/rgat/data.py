@@ -1,7 +1,8 @@
 """Sub-graphs of papers as samples, and their batches."""
 
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpcai.data.readers import MEMORY_FRACTION, available_memory, open_reader
 from hpcai.data.sampler import InOrder
 from hpcai.data.splits import HELD_OUT, open_loaders
 from hpcai.dist import Mesh
+from hpcai.dist.collectives import all_gather_object
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.rgat import Batch, FeatureLookup, Features, Papers, RGATConfig
 from hpcai.programs import command_of
@@ -26,23 +28,24 @@ from hpcai.train import MicroBatches
 def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, RGATConfig, dict[str, np.ndarray]]]:
     """Yield loaders for training (None on ranks that only evaluate), validation and pictures, the settings of the model, completed
     from the data, and the known truth of simulated papers."""
-    data, graph = cfg.data, open_graph(cfg)
-    model, reader = complete_model_config(cfg.model, graph), _reader(cfg, graph, mesh)
-    try:
-        features = Features(graph, data.features, reader, int(data.cache * 1e9))
-        lookup = _lookup(cfg, graph, mesh, reader)
-        groups = data.evaluation_batch // data.papers
-        validation = PaperGroups(graph, features, "validation", cfg, multiple=groups)
-        few = PaperGroups(graph, features, "validation", cfg, multiple=groups, count=data.pictures)
+    data, groups = cfg.data, cfg.data.evaluation_batch // cfg.data.papers
+    with ExitStack() as stack:
+        kind = "direct" if data.features == "direct" else "memory"  # O_DIRECT if the file system has it
+        reader = stack.enter_context(closing(open_reader(kind, 0, device=mesh.device)))
+        graph = open_graph(cfg, reader)
+        model, lookup = complete_model_config(cfg.model, graph), _lookup(cfg, graph, mesh, reader)
+        features = None if lookup else Features(graph, reader if kind == "direct" else None, int(data.cache * 1e9))
+        if features is not None:
+            stack.enter_context(closing(features))
+        held_out = partial(PaperGroups, graph, features, "validation", cfg, multiple=groups)
+        kwargs = {**_kwargs(cfg, lookup), **HELD_OUT}
         with open_loaders(
             mesh,
             lambda: training_loader(PaperGroups(graph, features, "train", cfg, mesh), cfg, mesh, lookup),
-            lambda: Loader(validation, groups, mesh, name="validation", **_kwargs(cfg, lookup), **HELD_OUT),
-            (lambda: Loader(few, groups, mesh, name="pictures", **_kwargs(cfg, lookup), **HELD_OUT)) if data.pictures else None,
-        ) as (training, held_out, pictures):
-            yield training, held_out, pictures, model, read_truth(cfg)
-    finally:
-        reader.close()
+            lambda: Loader(held_out(), groups, mesh, name="validation", **kwargs),
+            (lambda: Loader(held_out(count=data.pictures), groups, mesh, name="pictures", **kwargs)) if data.pictures else None,
+        ) as loaders:
+            yield *loaders, model, read_truth(cfg)
 
 
 class PaperGroups(Papers):
@@ -50,7 +53,7 @@ class PaperGroups(Papers):
     batch is one graph, or, for training, as many micro-batches as a step has."""
 
     def __init__(
-        self, graph: Graph, features: Features, split: str, cfg: Config, mesh: Mesh | None = None, multiple: int = 1,
+        self, graph: Graph, features: Features | None, split: str, cfg: Config, mesh: Mesh | None = None, multiple: int = 1,
         count: int | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.count, self.parts = cfg, count, cfg.step.accumulate if split == "train" else 1
@@ -73,13 +76,18 @@ class PaperGroups(Papers):
     def describe(self, index: int) -> str:
         return super().describe(index % self.groups)
 
+    def close(self) -> None:
+        """Loaders share the features, which stay open."""
+
     def collate(self, samples: Sequence[Any]) -> Any:
         each = len(samples) // self.parts
         batches = [super(PaperGroups, self).collate(samples[k * each : (k + 1) * each]) for k in range(self.parts)]
         return MicroBatches(batches) if self.parts > 1 else batches[0]
 
 
-def _restored(graph: Graph, features: Features, split: str, cfg: Config, multiple: int, count: int | None, pad: int) -> PaperGroups:
+def _restored(
+    graph: Graph, features: Features | None, split: str, cfg: Config, multiple: int, count: int | None, pad: int
+) -> PaperGroups:  # fmt: skip
     groups = PaperGroups(graph, features, split, cfg, None, multiple, count)
     groups.pad = pad
     return groups
@@ -108,37 +116,34 @@ def look_up(lookup: FeatureLookup, batch: Any, step: int) -> Any:
     return MicroBatches([lookup(part) for part in batch]) if isinstance(batch, MicroBatches) else lookup(batch)
 
 
-def open_graph(cfg: Config) -> Graph:
+def open_graph(cfg: Config, reader: Reader | None = None) -> Graph:
     data = cfg.data
     if not (data.directory / "graph.json").is_file():
         remedy = f"make data with: {command_of('data_prep.igb')} simulate {data.directory}, or set data.directory"
         raise DataError(f"{data.directory}: has no graph.json; {remedy}")
-    return Graph(data.directory, data.graph)
-
-
-def _reader(cfg: Config, graph: Graph, mesh: Mesh) -> Reader:
-    return open_reader("direct" if cfg.data.features == "direct" else "buffered", 0, device=mesh.device)
+    return Graph(data.directory, reader if data.graph == "memory" else None)
 
 
 def _lookup(cfg: Config, graph: Graph, mesh: Mesh, reader: Reader) -> FeatureLookup | None:
     if cfg.data.features != "sharded":
         return None
     on_gpu = mesh.device.type == "cuda"
-    available = torch.cuda.mem_get_info(mesh.device)[0] if on_gpu else available_memory() // mesh.local_world
+    node = socket.gethostname()
+    ranks = all_gather_object(node, mesh.peers).count(node)
+    available = torch.cuda.mem_get_info(mesh.device)[0] if on_gpu else available_memory() // ranks
     return FeatureLookup(graph, mesh["replicate"], mesh.device, reader, int(MEMORY_FRACTION * available))
 
 
 def complete_model_config(model: RGATConfig, graph: Graph) -> RGATConfig:
     """Return the settings with features, relations, target and classes of the graph. Raises ConfigError if they differ."""
     actual = {"features": graph.width, "relations": tuple(graph.relations), "target": graph.target, "num_classes": graph.classes}
-    names = tuple(graph.header.get("names", ()))
     for name, ours in (("features", model.features), ("num_classes", model.num_classes or len(model.classes) or None)):
         if ours not in (None, actual[name]):
             raise ConfigError(f"model.{name} is {ours}, but {graph.folder} has {actual[name]}; set it to null")
     if extra := set(model.relations) - set(graph.relations):
-        raise ConfigError(f"model.relations has {', '.join(sorted(extra))}, which {graph.folder} lacks; it has {', '.join(graph.relations)}")
-    kept = {"relations": model.relations} if model.relations else {}
-    return model.model_copy(update={**actual, **kept, "classes": model.classes or names})
+        text = f"model.relations has {', '.join(sorted(extra))}, which {graph.folder} lacks"
+        raise ConfigError(f"{text}; it has {', '.join(graph.relations)}")
+    return model.model_copy(update={**actual, "relations": model.relations or actual["relations"]})
 
 
 def read_truth(cfg: Config) -> dict[str, np.ndarray]:
