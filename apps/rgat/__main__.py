@@ -17,7 +17,7 @@ def main(cfg: Config) -> None:
     ):
         with train.seeds(cfg.train.seed):
             model = rgat.parallelize(rgat.RGAT(model_cfg), mesh)
-        step = train.Step(model, rgat.loss, cfg.step, mesh)
+        step = train.Step(model, rgat.loss, cfg.step, mesh, counts=rgat.counted)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=rgat.score, run=run)
         run.finish(step, result, rgat.predictions, pictures, run.array_writer("papers.npz", classes=model_cfg.names, **truth))
     raise SystemExit(result.exit_code)

@@ -104,7 +104,7 @@ class RGAT(PretrainedMixin):
         self.cfg = cfg = cfg or RGATConfig()
         widths = cfg.inputs, *(cfg.hidden for _ in range(cfg.layers - 1))
         self.convs = nn.ModuleList([HeteroConv(cfg, width, needed) for width, needed in zip(widths, cfg.needed())])
-        self.lin = nn.Linear(cfg.hidden, cfg.outputs)
+        self.lin, self.dropout = nn.Linear(cfg.hidden, cfg.outputs), nn.Dropout(cfg.dropout)
 
     def forward(self, batch: Batch) -> Tensor:
         sizes, edges, x = self._inputs(batch)
@@ -113,7 +113,7 @@ class RGAT(PretrainedMixin):
             ends = {name: sum(part.shape[1] for part in batch.edges[name][:hops]) for name in edges}
             x = conv(x, {name: edge[:, : ends[name]] for name, edge in edges.items()}, {k: sum(n[:hops]) for k, n in sizes.items()})
             if hops > 1:
-                x = {kind: F.dropout(F.leaky_relu(h), self.cfg.dropout, self.training) for kind, h in x.items()}
+                x = {kind: self.dropout(F.leaky_relu(h)) for kind, h in x.items()}
         return self.lin(x[self.cfg.target][: len(batch.labels)])
 
     def _inputs(self, batch: Batch) -> tuple[dict[str, list[int]], dict[str, Tensor], dict[str, Tensor]]:

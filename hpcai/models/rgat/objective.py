@@ -16,24 +16,24 @@ def _logits(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def counted(batch: Batch) -> Tensor:
     """Return the number of seeds whose class is known."""
-    return (batch.labels >= 0).sum()
+    return (batch.labels >= 0).sum().float()
 
 
-def loss(model: Any, batch: Batch) -> dict[str, Any]:
-    """Return the cross entropy and the accuracy of the seeds whose class is known, each as (sum, count): their means are over the
-    global batch."""
-    logits, labels = _logits(model, batch)
-    count = counted(batch)
-    return {
-        "loss": (F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"), count),
-        "accuracy": ((logits.detach().argmax(1) == labels).sum(), count),
-    }
+def loss(model: Any, batch: Batch, counts: Tensor | None = None) -> dict[str, Any]:
+    """Return the mean cross entropy of the seeds whose class is known, and their accuracy as (sum, count). ``counts``: Seeds to divide
+    by; None: those of the batch."""
+    sums, own = score(model, batch), counted(batch)
+    return {"loss": sums["loss"][0] / (own if counts is None else counts).clamp(min=1e-9), "accuracy": sums["accuracy"]}
 
 
 def score(model: Any, batch: Batch) -> dict[str, Any]:
     """Return sums and counts over the seeds whose class is known: ``accuracy``, the metric of MLPerf (target 0.72), and the cross
     entropy ``loss``."""
-    return loss(model, batch)
+    (logits, labels), count = _logits(model, batch), counted(batch)
+    return {
+        "accuracy": ((logits.detach().argmax(1) == labels).sum(), count),
+        "loss": (F.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"), count),
+    }
 
 
 def predictions(model: Any, batch: Batch) -> dict[str, Tensor]:

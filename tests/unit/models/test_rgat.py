@@ -42,7 +42,7 @@ def test_all_hops_in_every_layer_give_the_same_logits() -> None:
 
 def gradients(model: RGAT, batch: Batch) -> dict[str, Tensor]:
     model.zero_grad()
-    rgat.loss(model, batch)["loss"][0].backward()
+    rgat.loss(model, batch)["loss"].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -93,10 +93,10 @@ def test_a_captured_step_equals_an_eager_one_with_dropout_and_unused_relations()
     def losses(**kwargs: Any) -> list[float]:
         model, mesh = new_model(CFG.model_copy(update={"dropout": 0.3})), dist.single_process(torch.device("cpu"))
         cfg = StepConfig(precision="fp64", lr=0.01, capture="whole" if kwargs else "none", capture_shapes=2)
-        step = Step(model, rgat.loss, cfg, mesh, **kwargs)
+        step = Step(model, rgat.loss, cfg, mesh, counts=rgat.counted, **kwargs)
         batches = [make_batch(k) for k in (0, 1, 2, 3)]
         batches[2] = batches[2]._replace(edges={n: tuple(h[:, :0] for h in hops) for n, hops in batches[2].edges.items()})
-        return [step(batches[k])["loss"][0].item() for k in (0, 1, 2, 3, 0, 1)]
+        return [step(batches[k])["loss"].item() for k in (0, 1, 2, 3, 0, 1)]
 
     assert losses(graph=CPUGraph) == losses()
 
