@@ -53,6 +53,13 @@ RETINANET = App(  # 12 training and 6 validation fields of 64 x 64 pixels
      "data.batch=4", "data.evaluation_batch=4", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
      "step.precision=fp32", "data.pictures=4", "step.schedule.decay=none", "step.schedule.warmup=0"],
 )  # fmt: skip
+RGAT = App(  # about 90 training and 40 validation papers of three communities; two papers in a sub-graph
+    "rgat",
+    simulator("igb", "--papers 160 --communities 3 --years 6 --features 8"),
+    ["model.hidden=8", "model.heads=2", "model.dropout=0.0", "data.fan_out=[4,3]", "data.batch=8", "data.papers=2", "data.epoch=24",
+     "data.evaluation_batch=8", "data.pictures=40", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
+     "step.schedule={decay: none, warmup: 0}"],
+)  # fmt: skip
 UNET3D = App(  # six training and three validation volumes of about 18 x 40 x 40 voxels
     "unet3d",
     simulator("kits19", "--cases 9 --validation 0.34 --spacing 14 9 9 --least 16 32 32"),
