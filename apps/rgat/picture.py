@@ -19,7 +19,7 @@ FILE = "papers.npz"
 TITLE = "Communities of papers"
 HIGHER = ("accuracy",)
 MAX_CLASSES = 20                                         # of a matrix, and of the table
-BINS = 10
+BINS, LEAST = 10, 10                                     # bins of the calibration, and papers of a bin that is drawn
 UNCERTAIN = 0.2                                          # fraction of the papers in the matrix of crossings
 DRAWN = 5                                                # communities in the plot of shares
 
@@ -156,7 +156,8 @@ def _draw_reliability(results: Papers, theme: Theme) -> Figure:
     for p, (name, color) in zip((results.raw, results.calibrated), lines):
         confidence, correct = p.max(1), p.argmax(1) == results.true
         bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
-        x, y = ([values[bins == k].mean() for k in np.unique(bins)] for values in (confidence, correct))
+        filled = [k for k, count in enumerate(np.bincount(bins)) if count >= LEAST]
+        x, y = ([values[bins == k].mean() for k in filled] for values in (confidence, correct))
         error = 100 * calibration_error(torch.from_numpy(p), true)
         axes.plot(x, y, marker="o", markersize=4, color=color, label=f"{name}: error {error:.1f} points")
     axes.set(xlabel="probability of the predicted class", ylabel="fraction of correct ones", xlim=(0, 1.02), ylim=(0, 1.02))

@@ -28,10 +28,12 @@ from scipy import ndimage
 from apps.bert import picture as contact_maps
 from apps.diffusion import picture
 from apps.opencatalyst.data import FIELDS
+from apps.rgat import picture as paper_communities
 from data_prep import chains, store, text
 from data_prep import proteins as simulated_proteins
 from hpcai import log
 from hpcai.data import Rows
+from hpcai.data.graph import Graph
 from hpcai.models.dimenet import DimeNet
 from hpcai.models.openfold import Alignment
 from hpcai.models.retinanet import evaluate, nms
@@ -176,6 +178,56 @@ def test_objects_of_a_survey_are_found_more_precisely_than_by_a_segmentation(tmp
         scores[f"segmentation at {threshold}"] = evaluate(truth, rows)["ap50"]
     print({name: round(value, 3) for name, value in ({"ap50": last["ap50"], "ap": last["ap"]} | scores).items()})
     assert scores.pop("network") > max(scores.values()) + 0.03 and last["ap50"] > 0.5, (last, scores)
+
+
+def propagate_labels(graph: Graph, relations: list[str], rounds: int = 20) -> np.ndarray:
+    """Return the class of each paper by label propagation (Zhou et al. 2004): all nodes take the mean of their neighbours in each
+    relation, and training papers keep their class."""
+    known, train = torch.zeros(graph.nodes["paper"], graph.classes), torch.from_numpy(np.array(graph.splits["train"]))
+    known[train] = torch.nn.functional.one_hot(torch.from_numpy(np.array(graph.labels)).long()[train], graph.classes).float()
+    h = {kind: torch.zeros(count, graph.classes) for kind, count in graph.nodes.items()} | {"paper": known.clone()}
+    for _ in range(rounds):
+        parts: dict[str, list[torch.Tensor]] = {kind: [] for kind in h}
+        for name in relations:
+            source, destination = graph.relations[name]
+            sources, ends = (torch.from_numpy(np.array(x)).long() for x in (graph.indices[name], graph.indptr[name]))
+            means = torch.nn.functional.embedding_bag(sources, h[source], ends, mode="mean", include_last_offset=True)
+            parts[destination].append(means)
+        h = {kind: sum(means[1:], means[0]) / len(means) if means else h[kind] for kind, means in parts.items()}
+        h["paper"][train] = known[train]
+    return h["paper"].argmax(1).numpy()
+
+
+def classify_features(graph: Graph, steps: int, batch: int, hidden: int) -> np.ndarray:
+    """Return the class of each paper by an MLP on its features."""
+    torch.manual_seed(0)
+    x, labels = torch.from_numpy(np.array(graph.features("paper"))).float(), torch.from_numpy(np.array(graph.labels)).long()
+    layers = [torch.nn.Linear(graph.width, hidden), torch.nn.LeakyReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(hidden, hidden),
+              torch.nn.LeakyReLU(), torch.nn.Linear(hidden, graph.classes)]  # fmt: skip
+    mlp, train = torch.nn.Sequential(*layers), torch.from_numpy(np.array(graph.splits["train"]))
+    optimizer = torch.optim.AdamW(mlp.parameters(), 5e-3, weight_decay=0.01)
+    for _ in range(steps):
+        rows = train[torch.randint(0, len(train), (batch,))]
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(mlp(x[rows]), labels[rows]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return mlp.eval()(x).argmax(1).numpy()
+
+
+@claim
+def test_later_papers_are_classified_better_than_by_label_propagation_and_features(tmp_path: Path) -> None:
+    """The communities between which papers lie were never labels."""
+    run = train_small("rgat", "igb", [], tmp_path)
+    graph, accuracy = Graph(tmp_path / "data"), {"network": last_scores(run)["accuracy"]}
+    cites, all_relations = [name for name in graph.relations if "cites" in name], [*graph.relations]
+    baselines = {"labels by citations": propagate_labels(graph, cites), "labels by all": propagate_labels(graph, all_relations),
+                 "features": classify_features(graph, max(metric_by_step(run)), 256, 64)}  # fmt: skip
+    held = np.array(graph.splits["validation"])
+    accuracy |= {name: float((classes == graph.labels)[held].mean()) for name, classes in baselines.items()}
+    correlation = paper_communities.read(run / paper_communities.FILE).correlation()
+    print({name: round(value, 3) for name, value in accuracy.items()}, f"pairs of communities {correlation:.2f}")
+    assert accuracy.pop("network") > max(accuracy.values()) + 0.025 and correlation > 0.7, (accuracy, correlation)
 
 
 @claim
@@ -364,6 +416,7 @@ SHORT = {  # data and scores of each app; settings and bounds are in tests/data
     "retinanet": (
         small_apps.simulator("survey", "--samples 36 --size 64 --galaxies 1 --stars 10 --validation 0.2 --rows 20"), last_scores,
     ),
+    "rgat": (small_apps.simulator("igb", "--papers 600 --communities 4 --years 6 --features 8"), last_scores),
     "unet3d": (small_apps.simulator("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"), last_scores),
     "opencatalyst": (
         small_apps.simulator("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"), last_scores,
