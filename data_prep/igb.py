@@ -12,7 +12,7 @@ N nodes, E edges, F features"""
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,7 @@ def call(job: Callable[[], None]) -> None:
 
 def write_graph(
     options: argparse.Namespace, nodes: dict[str, int], relations: Mapping[str, Edges], features: Mapping[str, Rows], width: int,
-    dtype: str, labels: Array, classes: int, splits: Mapping[str, Array],
+    dtype: str, labels: Array, classes: int, splits: Mapping[str, Array], names: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write the missing files, each by a worker of one rank. Rank 0 writes graph.json last, and prints what it holds."""
     out, (rank, size) = options.out, store.rank_and_size()
@@ -132,7 +132,7 @@ def write_graph(
     counts = {name: int(np.memmap(out / f"edges/{name}/indptr.bin", "<i8", "r")[-1]) for name in relations}
     write_json(out / "graph.json", {
         "nodes": nodes, "edges": counts, "target": next(iter(nodes)), "features": width, "dtype": dtype, "classes": classes,
-        "splits": {name: len(ids) for name, ids in splits.items()},
+        "splits": {name: len(ids) for name, ids in splits.items()}, "names": list(names),
     })  # fmt: skip
     describe(out, getattr(options, "check", False))
     print(f"next: {command_of_app('rgat', 'small' if 'check' in options else 'node')} data.directory={out}", flush=True)
@@ -267,7 +267,8 @@ def simulate_citations(recipe: Recipe, count: int, rng: np.random.Generator) -> 
     for kind, noise in (("author", 1.5), ("institute", 1.5), ("fos", 0.7), ("venue", 0.7)):
         features[kind] = static[home[kind]] + rng.normal(0, noise, (sizes[kind], width)) / np.sqrt(width)
     truth = {"year": year, "community": community, "second": second, "share": share}
-    return {"edges": edges, "features": features, "labels": community, "held": year >= years - 2, "truth": truth, "classes": groups}
+    return {"edges": edges, "features": features, "labels": community, "held": year >= years - 2, "truth": truth, "classes": groups,
+            "names": [f"community {group}" for group in range(groups)]}  # fmt: skip
 
 
 def simulate_materials(recipe: Recipe, count: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -290,6 +291,7 @@ def simulate_materials(recipe: Recipe, count: int, rng: np.random.Generator) -> 
              "prototype___in___spacegroup": (np.arange(len(prototypes)), group_of)}  # fmt: skip
     labels = 3 * np.digitize(difference, (0.7, 1.7)) + np.digitize(prototypes[prototype, 0], (5, 7))
     return {"edges": edges, "features": features, "labels": labels, "held": rng.random(count) < 0.2, "classes": 9,
+            "names": [f"{bond}, {number}" for bond in ("metallic", "polar", "ionic") for number in ("4", "6", "7 or more")],
             "truth": {"class": labels, "difference": difference}}  # fmt: skip
 
 
@@ -308,7 +310,7 @@ def simulate(options: argparse.Namespace) -> None:
     store.claim_folder(options.out, {**recipe.json_dict, "papers": options.papers})
     if store.rank_and_size()[0] == 0:
         np.savez(options.out / "truth.npz", **made["truth"])
-    write_graph(options, nodes, relations, rows, recipe.features, "float16", labels, made["classes"], splits)
+    write_graph(options, nodes, relations, rows, recipe.features, "float16", labels, made["classes"], splits, made["names"])
 
 
 def _rows(values: Array, first: int, end: int) -> Array:
