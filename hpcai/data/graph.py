@@ -162,7 +162,8 @@ def _draw_edges(graph: Graph, name: str, nodes: Array, limit: int, generator: np
         raise DataError(f"{graph.path(f'edges/{name}/indptr')}: does not ascend from 0 to {graph.edge_counts[name]:,}; {_REMEDY}")
     counts, offsets = draw(degree, limit, generator)
     ids = graph.indices[name][np.repeat(start, counts) + offsets].astype(np.int64)
-    if ids.size and not 0 <= ids.min() <= ids.max() < (count := graph.nodes[graph.relations[name][0]]):
+    count = graph.nodes[graph.relations[name][0]]
+    if ids.size and not 0 <= ids.min() <= ids.max() < count:
         wrong = ids.min() if ids.min() < 0 else ids.max()
         raise DataError(f"{graph.path(f'edges/{name}/indices')}: has node {wrong:,}, but there are {count:,}; {_REMEDY}")
     return ids, counts

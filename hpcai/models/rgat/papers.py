@@ -31,11 +31,14 @@ class Features:
 
     def __init__(self, graph: Graph, mode: Mode = "mapped", reader: Reader | None = None, cache: int = 0) -> None:
         self.graph, self.mode, self.cache = graph, mode, cache if mode == "direct" else 0
-        self.reader = (reader or Reader("direct")) if mode == "direct" else None
+        self.reader = (reader or Reader()) if mode == "direct" else None
+        self._own_reader = self.reader if reader is None else None
         rows = self.cache // (graph.width * graph.dtype.itemsize)
         hot = hottest({name: graph.degrees(name) for name in graph.nodes}, rows) if rows else {}
-        self.files = {name: RowsFile(graph.path(f"features/{name}"), count, graph.width, graph.dtype, self.reader, hot.get(name, ()))
-                      for name, count in graph.nodes.items()}  # fmt: skip
+        self.files = {
+            name: RowsFile(graph.path(f"features/{name}"), count, graph.width, graph.dtype, self.reader, hot.get(name, ()))
+            for name, count in graph.nodes.items()
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings. Each worker process has a cache of its own."""
@@ -60,8 +63,8 @@ class Features:
     def close(self) -> None:
         if self.cache:
             logger.info("features: %.1f %% of rows came from a cache of %.3g GB", 100 * self.hit_rate, self.cache / 1e9)
-        if self.reader is not None:
-            self.reader.close()
+        if self._own_reader is not None:
+            self._own_reader.close()
 
 
 class Sample(NamedTuple):
