@@ -253,14 +253,14 @@ def simulate_citations(recipe: Recipe, count: int, rng: np.random.Generator) -> 
         other = pick(drawn_group(papers, loyal), of, **window)
         return papers[other >= 0], other[other >= 0]
 
-    sizes = {"author": count, "institute": max(count // 100, groups), "fos": 10 * groups, "venue": 4 * groups}
+    sizes = {"author": max(count, groups), "institute": max(count // 100, groups), "fos": 10 * groups, "venue": 4 * groups}
     home = {kind: np.append(np.arange(groups), rng.integers(0, groups, size - groups)) for kind, size in sizes.items()}
     edges = {
         "paper___cites___paper": linked(rng.poisson(6, count), community, 0.85, recent=True),
         "paper___written_by___author": linked(1 + rng.poisson(1.5, count), home["author"], 0.92),
         "paper___topic___fos": linked(rng.integers(2, 5, count), home["fos"], 0.55),
         "paper___published___venue": linked(np.ones(count, int), home["venue"], 0.6),
-        "author___affiliated_to___institute": (np.arange(count), pick(home["author"], home["institute"])),
+        "author___affiliated_to___institute": (np.arange(sizes["author"]), pick(home["author"], home["institute"])),
     }
     mixed = centre[year, community] * (1 - share)[:, None] + centre[year, second] * share[:, None]
     features = {"paper": mixed + rng.normal(0, recipe.noise, mixed.shape) * np.sqrt(1 / width)}

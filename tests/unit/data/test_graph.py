@@ -26,7 +26,8 @@ def pairs(edges: np.ndarray) -> Counter[tuple[int, ...]]:
 
 
 def global_edges(graph: Graph, part: Any, name: str, hop: int) -> Counter[tuple[int, ...]]:
-    return pairs(np.stack([np.concatenate(part.nodes[kind])[row] for kind, row in zip(graph.relations[name], part.edges[name][hop])]))
+    ends = zip(graph.relations[name], part.edges[name][hop])
+    return pairs(np.stack([np.concatenate(part.nodes[kind])[numbers] for kind, numbers in ends]))
 
 
 @pytest.mark.parametrize("mode", ["mapped", "memory"])
@@ -115,7 +116,8 @@ CITES = "edges/paper___cites___paper"
     ("change", "text", "late"),
     [
         (overwrite(f"{CITES}/indices", 7, 60, "<i4"), "indices.bin: entry 7 is 60, but there are 60 paper nodes", True),
-        (overwrite(f"{CITES}/indices", 7, -2, "<i4"), "entry 7 is -2", True), (overwrite(f"{CITES}/indptr", 3, -5), "ascend at 2", True),
+        (overwrite(f"{CITES}/indices", 7, -2, "<i4"), "entry 7 is -2", True),
+        (overwrite(f"{CITES}/indptr", 3, -5), "indptr.bin: does not ascend at 2", True),
         (overwrite(f"{CITES}/indptr", 60, 10), "runs from 0 to 10, expected 0 to 380", False),
         (resize(f"{CITES}/indptr", -3), "no multiple of a row of 8", False),
         (resize("features/fos", -96), "has 9 rows, graph.json has 11", False),
