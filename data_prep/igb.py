@@ -332,7 +332,8 @@ def describe(folder: Path, check: bool) -> None:
         if check and {*ends} == {graph.target}:
             pairs = np.stack((graph.indices[name], np.repeat(np.arange(len(degree)), degree)))
             classes = graph.labels[pairs[:, pairs[0] != pairs[1]]]
-            same = f", homophily {np.equal(*classes[:, (classes >= 0).all(0)]).mean():.2f}"
+            equal = np.equal(*classes[:, (classes >= 0).all(0)])
+            same = f", homophily {equal.sum() / max(len(equal), 1):.2f}"
         print(f"  {name}: {degree.sum():,} edges, degree {degree.mean():.1f}, at most {degree.max():,}, "
               f"none for {(degree == 0).mean():.1%}{same}")  # fmt: skip
     splits = ", ".join(f"{len(ids):,} for {name}" for name, ids in graph.splits.items())
