@@ -12,6 +12,7 @@ N nodes, E edges, F features"""
 
 import argparse
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,6 @@ from hpcai.programs import command_of_app
 
 Array = NDArray[Any]
 Edges = Callable[[], Iterator[tuple[Array, Array]]]     # chunks of (sources, destinations), the same in each call
-Rows = Callable[[int, int], Array]              # rows of features from one to another
 CHUNK = 1 << 24                                 # edges, or values of features, at a time
 LABELLED = {(269_346_174, 2983): 157_675_969, (269_346_174, 19): 227_130_858}     # the first papers of IGBH-Full; all of others
 
@@ -75,15 +75,17 @@ def write_relation(path: Path, counts: tuple[int, int], edges: Edges) -> None:
     write_array(path, indptr.shape, "<i8", indptr)      # last: it marks a finished relation
 
 
-def write_features(path: Path, shape: tuple[int, int], dtype: str, rows: Rows) -> None:
+def write_features(path: Path, dtype: str, features: Callable[[], Array]) -> None:
+    rows = features()
+
     def fill(out: Array) -> None:
-        for first in range(0, shape[0], step := max(CHUNK // shape[1], 1)):
+        for first in range(0, len(rows), step := max(CHUNK // rows.shape[1], 1)):
             with np.errstate(over="ignore"):
-                out[first : first + step] = part = rows(first, first + step).astype(dtype)
+                out[first : first + step] = part = rows[first : first + step].astype(dtype)
             if (wrong := np.argwhere(~np.isfinite(part))).size:
                 raise DataError(f"{path.stem}: row {first + int(wrong[0, 0]):,} of features is not finite as {dtype}; see --dtype")
 
-    write_array(path, shape, dtype, fill)
+    write_array(path, rows.shape, dtype, fill)
 
 
 def with_reverse(name: str, edges: Edges, nodes: Mapping[str, int]) -> dict[str, Edges]:
@@ -104,13 +106,9 @@ def directed(edges: Edges, flips: tuple[bool, ...], loops: int = 0) -> Iterator[
             yield (ids := np.arange(first, min(first + CHUNK, loops))), ids
 
 
-def call(job: Callable[[], None]) -> None:
-    job()
-
-
 def write_graph(
-    options: argparse.Namespace, nodes: dict[str, int], relations: Mapping[str, Edges], features: Mapping[str, Rows], width: int,
-    dtype: str, labels: Array, classes: int, splits: Mapping[str, Array], names: Sequence[str] = (),
+    options: argparse.Namespace, nodes: dict[str, int], relations: Mapping[str, Edges], features: Mapping[str, Callable[[], Array]],
+    width: int, dtype: str, labels: Array, classes: int, splits: Mapping[str, Array], names: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write the missing files, each by a worker of one rank. Rank 0 writes graph.json last, and prints what it holds."""
     out, (rank, size) = options.out, store.rank_and_size()
@@ -118,11 +116,11 @@ def write_graph(
     for name, edges in relations.items():
         path, (source, _, destination) = out / f"edges/{name}/indptr.bin", name.split(SEPARATOR)
         jobs[path] = partial(write_relation, path, (nodes[source], nodes[destination]), edges)
-    for kind, count in nodes.items():
+    for kind, rows in features.items():
         path = out / f"features/{kind}.bin"
-        jobs[path] = partial(write_features, path, (count, width), dtype, features[kind])
+        jobs[path] = partial(write_features, path, dtype, rows)
     mine = [job for path, job in [*jobs.items()][rank::size] if not path.is_file()]
-    store.run_parallel(mine, call, options.workers, options.command)
+    store.run_parallel(mine, operator.call, options.workers, options.command)
     if rank:
         return
     store.wait_for(list(jobs), Path.is_file, str)
@@ -171,10 +169,6 @@ def read_edges(path: Path) -> Iterator[tuple[Array, Array]]:
         yield source, destination
 
 
-def read_features(path: Path, width: int, first: int, end: int) -> Array:
-    return np.asarray(open_array(path, width)[first:end])
-
-
 def convert(options: argparse.Namespace) -> None:
     import torch  # whose permutation is that of MLPerf
 
@@ -184,7 +178,8 @@ def convert(options: argparse.Namespace) -> None:
     if "paper__cites__paper" not in paths:
         raise ConfigError(f"{root}: holds no paper__cites__paper/edge_index.npy; give the folder of one size of IGBH")
     kinds = list(dict.fromkeys(["paper", *(kind for name in paths for kind in name.split("__")[::2])]))
-    shapes = {kind: open_array(root / kind / "node_feat.npy", source.width).shape for kind in kinds}
+    features = {kind: partial(open_array, root / kind / "node_feat.npy", source.width) for kind in kinds}
+    shapes = {kind: rows().shape for kind, rows in features.items()}
     nodes, width = {kind: shape[0] for kind, shape in shapes.items()}, shapes["paper"][1]
     if wrong := [kind for kind, shape in shapes.items() if shape[1] != width]:
         raise DataError(f"{root / wrong[0]}: features {shapes[wrong[0]]}, expected [N, {width}] as those of papers")
@@ -199,7 +194,6 @@ def convert(options: argparse.Namespace) -> None:
     order = torch.randperm(known, generator=torch.Generator().manual_seed(source.seed)).numpy()
     train = int(known * 0.6)
     splits = {"train": order[:train], "validation": order[train : train + int(known * 0.005)]}
-    features = {kind: partial(read_features, root / kind / "node_feat.npy", source.width) for kind in kinds}
     store.claim_folder(options.out, {"kind": "convert", **source.json_dict, "nodes": nodes})
     write_graph(options, nodes, relations, features, width, source.dtype, labels, source.classes, splits)
 
@@ -306,15 +300,11 @@ def simulate(options: argparse.Namespace) -> None:
     splits = {name: np.flatnonzero((labels >= 0) & (made["held"] == held)) for name, held in (("train", 0), ("validation", 1))}
     if not all(map(len, splits.values())):
         raise ConfigError(f"--papers {options.papers}: a split has none with a label; ask for more")
-    rows = {name: partial(_rows, values) for name, values in made["features"].items()}
+    rows = {kind: partial(np.asarray, values) for kind, values in made["features"].items()}
     store.claim_folder(options.out, {**recipe.json_dict, "papers": options.papers})
     if store.rank_and_size()[0] == 0:
         np.savez(options.out / "truth.npz", **made["truth"])
     write_graph(options, nodes, relations, rows, recipe.features, "float16", labels, made["classes"], splits, made["names"])
-
-
-def _rows(values: Array, first: int, end: int) -> Array:
-    return values[first:end]
 
 
 # ---- check

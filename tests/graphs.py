@@ -18,7 +18,7 @@ def write_reference_graph(folder: Path, **changes: Any) -> Path:
     """Write the graph, with float32 features; ``changes``: other edges by relation."""
     arrays = load_arrays("rgat/graph")
     relations = {name: partial(iter, [changes.get(name, EDGES[name])]) for name in map("___".join, REFERENCE["relations"])}
-    features = {name: partial(lambda x, first, end: x[first:end], arrays[f"x/{name}"]) for name in REFERENCE["nodes"]}
+    features = {name: partial(np.asarray, arrays[f"x/{name}"]) for name in REFERENCE["nodes"]}
     splits = {"train": np.arange(40), "validation": np.arange(40, 60)}
     options, labels = argparse.Namespace(out=folder, workers=1, command="test"), arrays["labels"]
     write_graph(options, REFERENCE["nodes"], relations, features, 12, "float32", labels, 6, splits)
