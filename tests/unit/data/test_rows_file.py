@@ -1,5 +1,6 @@
 """Rows of raw files by id: direct, cached and mapped reads are equal."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcai.data.direct import Reader
+from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.rows_file import RowsFile, hottest
 from hpcai.errors import DataError
 
@@ -35,7 +36,14 @@ def test_rows_are_those_of_the_file(
     ids = random.integers(-1, len(table), number)
     ids = np.sort(ids) if ascending else ids
     expected = np.where(ids[:, None] < 0, 0, table[ids])
-    with Reader(mode, threads=3, block=block) as reader:
+    longest = 0
+
+    def preadv(descriptor: int, views: Any, offset: int) -> int:
+        nonlocal longest
+        longest = max(longest, len(views[0]))
+        return os.preadv(descriptor, views, offset)
+
+    with Reader(mode, threads=3, block=block, preadv=preadv) as reader:
         cached = np.unique(random.integers(0, len(table), hot))
         files = [RowsFile(contents, len(table), width, np.uint16, reader, cached), RowsFile(contents, len(table), width, np.uint16)]
         memory = reader.memory.allocate(2 * (number * width + shift))
@@ -44,6 +52,7 @@ def test_rows_are_those_of_the_file(
             file.read(ids, into)
             np.testing.assert_array_equal(into, expected)
         assert files[0].requested == (ids >= 0).sum() and files[0].hits == np.isin(ids, cached).sum()
+        assert longest <= block + 2 * (width + ALIGN), "no read is much longer than a block"
         del into, memory
 
 

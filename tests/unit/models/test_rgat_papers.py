@@ -33,10 +33,11 @@ def test_samples_depend_on_seed_epoch_and_index_alone(graph: Graph) -> None:
     samples = {key: papers.sample(*key) for key in keys}
     assert len(papers) == 5 and all(str(twin.sample(*key)) == str(samples[key]) for key in reversed(keys))
     assert len({str(sample.nodes) for sample in samples.values()}) == 10
-    for epoch in (0, 1):
-        seeds = np.concatenate([samples[index, epoch].nodes["paper"][0] for index in range(5)])
-        assert len(set(seeds)) == 35 and seeds.max() < 40
+    orders = [np.concatenate([samples[index, epoch].nodes["paper"][0] for index in range(5)]) for epoch in (0, 1)]
+    assert all(len(set(seeds)) == 35 and seeds.max() < 40 for seeds in orders) and str(orders[0]) != str(orders[1])
     assert str(source(graph, seed=1).sample(0, 0)) != str(samples[0, 0])
+    twin.seeds = lambda index, epoch: np.arange(7)
+    assert len({str(twin.subgraph(*key)) for key in keys}) == 10, "other neighbours of the same papers"
     held = source(graph, "validation", multiple=2)
     assert len(held) == 4 and str(held.sample(1, 0)) == str(held.sample(1, 5))
     seeds = [held.sample(index, 0).nodes["paper"][0].tolist() for index in range(4)]
@@ -87,6 +88,9 @@ def test_padded_batches_have_few_shapes(graph: Graph) -> None:
     shapes = {tuple(len(hop) for hops in papers.collate([papers.sample(i, e)]).features.values() for hop in hops)
               for i in range(5) for e in range(6)}  # fmt: skip
     assert 1 <= len(shapes) <= 3
+    papers.smallest = tuple({name: np.maximum(x, 1) for name, x in group.items()}
+                            for group in source(graph)._fit([papers.subgraph(0, 0)]))  # fmt: skip
+    check_batch(papers.collate([papers.sample(0, 0)]), graph, 1)  # an exact fit has no room for padding
 
 
 @pytest.mark.parametrize("processes", [False, True])
