@@ -12,7 +12,8 @@ N nodes, E edges, F features"""
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,6 @@ from hpcai.programs import command_of_app
 
 Array = NDArray[Any]
 Edges = Callable[[], Iterator[tuple[Array, Array]]]     # chunks of (sources, destinations), the same in each call
-Rows = Callable[[int, int], Array]              # rows of features from one to another
 CHUNK = 1 << 24                                 # edges, or values of features, at a time
 LABELLED = {(269_346_174, 2983): 157_675_969, (269_346_174, 19): 227_130_858}     # the first papers of IGBH-Full; all of others
 
@@ -75,15 +75,17 @@ def write_relation(path: Path, counts: tuple[int, int], edges: Edges) -> None:
     write_array(path, indptr.shape, "<i8", indptr)      # last: it marks a finished relation
 
 
-def write_features(path: Path, shape: tuple[int, int], dtype: str, rows: Rows) -> None:
+def write_features(path: Path, dtype: str, features: Callable[[], Array]) -> None:
+    rows = features()
+
     def fill(out: Array) -> None:
-        for first in range(0, shape[0], step := max(CHUNK // shape[1], 1)):
+        for first in range(0, len(rows), step := max(CHUNK // rows.shape[1], 1)):
             with np.errstate(over="ignore"):
-                out[first : first + step] = part = rows(first, first + step).astype(dtype)
+                out[first : first + step] = part = rows[first : first + step].astype(dtype)
             if (wrong := np.argwhere(~np.isfinite(part))).size:
                 raise DataError(f"{path.stem}: row {first + int(wrong[0, 0]):,} of features is not finite as {dtype}; see --dtype")
 
-    write_array(path, shape, dtype, fill)
+    write_array(path, rows.shape, dtype, fill)
 
 
 def with_reverse(name: str, edges: Edges, nodes: Mapping[str, int]) -> dict[str, Edges]:
@@ -104,13 +106,9 @@ def directed(edges: Edges, flips: tuple[bool, ...], loops: int = 0) -> Iterator[
             yield (ids := np.arange(first, min(first + CHUNK, loops))), ids
 
 
-def call(job: Callable[[], None]) -> None:
-    job()
-
-
 def write_graph(
-    options: argparse.Namespace, nodes: dict[str, int], relations: Mapping[str, Edges], features: Mapping[str, Rows], width: int,
-    dtype: str, labels: Array, classes: int, splits: Mapping[str, Array],
+    options: argparse.Namespace, nodes: dict[str, int], relations: Mapping[str, Edges], features: Mapping[str, Callable[[], Array]],
+    width: int, dtype: str, labels: Array, classes: int, splits: Mapping[str, Array], names: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write the missing files, each by a worker of one rank. Rank 0 writes graph.json last, and prints what it holds."""
     out, (rank, size) = options.out, store.rank_and_size()
@@ -118,11 +116,11 @@ def write_graph(
     for name, edges in relations.items():
         path, (source, _, destination) = out / f"edges/{name}/indptr.bin", name.split(SEPARATOR)
         jobs[path] = partial(write_relation, path, (nodes[source], nodes[destination]), edges)
-    for kind, count in nodes.items():
+    for kind, rows in features.items():
         path = out / f"features/{kind}.bin"
-        jobs[path] = partial(write_features, path, (count, width), dtype, features[kind])
+        jobs[path] = partial(write_features, path, dtype, rows)
     mine = [job for path, job in [*jobs.items()][rank::size] if not path.is_file()]
-    store.run_parallel(mine, call, options.workers, options.command)
+    store.run_parallel(mine, operator.call, options.workers, options.command)
     if rank:
         return
     store.wait_for(list(jobs), Path.is_file, str)
@@ -132,7 +130,7 @@ def write_graph(
     counts = {name: int(np.memmap(out / f"edges/{name}/indptr.bin", "<i8", "r")[-1]) for name in relations}
     write_json(out / "graph.json", {
         "nodes": nodes, "edges": counts, "target": next(iter(nodes)), "features": width, "dtype": dtype, "classes": classes,
-        "splits": {name: len(ids) for name, ids in splits.items()},
+        "splits": {name: len(ids) for name, ids in splits.items()}, "names": list(names),
     })  # fmt: skip
     describe(out, getattr(options, "check", False))
     print(f"next: {command_of_app('rgat', 'small' if 'check' in options else 'node')} data.directory={out}", flush=True)
@@ -171,10 +169,6 @@ def read_edges(path: Path) -> Iterator[tuple[Array, Array]]:
         yield source, destination
 
 
-def read_features(path: Path, width: int, first: int, end: int) -> Array:
-    return np.asarray(open_array(path, width)[first:end])
-
-
 def convert(options: argparse.Namespace) -> None:
     import torch  # whose permutation is that of MLPerf
 
@@ -184,7 +178,8 @@ def convert(options: argparse.Namespace) -> None:
     if "paper__cites__paper" not in paths:
         raise ConfigError(f"{root}: holds no paper__cites__paper/edge_index.npy; give the folder of one size of IGBH")
     kinds = list(dict.fromkeys(["paper", *(kind for name in paths for kind in name.split("__")[::2])]))
-    shapes = {kind: open_array(root / kind / "node_feat.npy", source.width).shape for kind in kinds}
+    features = {kind: partial(open_array, root / kind / "node_feat.npy", source.width) for kind in kinds}
+    shapes = {kind: rows().shape for kind, rows in features.items()}
     nodes, width = {kind: shape[0] for kind, shape in shapes.items()}, shapes["paper"][1]
     if wrong := [kind for kind, shape in shapes.items() if shape[1] != width]:
         raise DataError(f"{root / wrong[0]}: features {shapes[wrong[0]]}, expected [N, {width}] as those of papers")
@@ -199,7 +194,6 @@ def convert(options: argparse.Namespace) -> None:
     order = torch.randperm(known, generator=torch.Generator().manual_seed(source.seed)).numpy()
     train = int(known * 0.6)
     splits = {"train": order[:train], "validation": order[train : train + int(known * 0.005)]}
-    features = {kind: partial(read_features, root / kind / "node_feat.npy", source.width) for kind in kinds}
     store.claim_folder(options.out, {"kind": "convert", **source.json_dict, "nodes": nodes})
     write_graph(options, nodes, relations, features, width, source.dtype, labels, source.classes, splits)
 
@@ -255,21 +249,22 @@ def simulate_citations(recipe: Recipe, count: int, rng: np.random.Generator) -> 
         other = pick(drawn_group(papers, loyal), of, **window)
         return papers[other >= 0], other[other >= 0]
 
-    sizes = {"author": count, "institute": max(count // 100, groups), "fos": 10 * groups, "venue": 4 * groups}
+    sizes = {"author": max(count, groups), "institute": max(count // 100, groups), "fos": 10 * groups, "venue": 4 * groups}
     home = {kind: np.append(np.arange(groups), rng.integers(0, groups, size - groups)) for kind, size in sizes.items()}
     edges = {
         "paper___cites___paper": linked(rng.poisson(6, count), community, 0.85, recent=True),
         "paper___written_by___author": linked(1 + rng.poisson(1.5, count), home["author"], 0.92),
         "paper___topic___fos": linked(rng.integers(2, 5, count), home["fos"], 0.55),
         "paper___published___venue": linked(np.ones(count, int), home["venue"], 0.6),
-        "author___affiliated_to___institute": (np.arange(count), pick(home["author"], home["institute"])),
+        "author___affiliated_to___institute": (np.arange(sizes["author"]), pick(home["author"], home["institute"])),
     }
     mixed = centre[year, community] * (1 - share)[:, None] + centre[year, second] * share[:, None]
     features = {"paper": mixed + rng.normal(0, recipe.noise, mixed.shape) * np.sqrt(1 / width)}
     for kind, noise in (("author", 1.5), ("institute", 1.5), ("fos", 0.7), ("venue", 0.7)):
         features[kind] = static[home[kind]] + rng.normal(0, noise, (sizes[kind], width)) / np.sqrt(width)
     truth = {"year": year, "community": community, "second": second, "share": share}
-    return {"edges": edges, "features": features, "labels": community, "held": year >= years - 2, "truth": truth, "classes": groups}
+    return {"edges": edges, "features": features, "labels": community, "held": year >= years - 2, "truth": truth, "classes": groups,
+            "names": [f"community {group}" for group in range(groups)]}  # fmt: skip
 
 
 def simulate_materials(recipe: Recipe, count: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -292,6 +287,7 @@ def simulate_materials(recipe: Recipe, count: int, rng: np.random.Generator) -> 
              "prototype___in___spacegroup": (np.arange(len(prototypes)), group_of)}  # fmt: skip
     labels = 3 * np.digitize(difference, (0.7, 1.7)) + np.digitize(prototypes[prototype, 0], (5, 7))
     return {"edges": edges, "features": features, "labels": labels, "held": rng.random(count) < 0.2, "classes": 9,
+            "names": [f"{bond}, {number}" for bond in ("metallic", "polar", "ionic") for number in ("4", "6", "7 or more")],
             "truth": {"class": labels, "difference": difference}}  # fmt: skip
 
 
@@ -306,15 +302,11 @@ def simulate(options: argparse.Namespace) -> None:
     splits = {name: np.flatnonzero((labels >= 0) & (made["held"] == held)) for name, held in (("train", 0), ("validation", 1))}
     if not all(map(len, splits.values())):
         raise ConfigError(f"--papers {options.papers}: a split has none with a label; ask for more")
-    rows = {name: partial(_rows, values) for name, values in made["features"].items()}
+    rows = {kind: partial(np.asarray, values) for kind, values in made["features"].items()}
     store.claim_folder(options.out, {**recipe.json_dict, "papers": options.papers})
     if store.rank_and_size()[0] == 0:
         np.savez(options.out / "truth.npz", **made["truth"])
-    write_graph(options, nodes, relations, rows, recipe.features, "float16", labels, made["classes"], splits)
-
-
-def _rows(values: Array, first: int, end: int) -> Array:
-    return values[first:end]
+    write_graph(options, nodes, relations, rows, recipe.features, "float16", labels, made["classes"], splits, made["names"])
 
 
 # ---- check
@@ -332,7 +324,8 @@ def describe(folder: Path, check: bool) -> None:
         if check and {*ends} == {graph.target}:
             pairs = np.stack((graph.indices[name], np.repeat(np.arange(len(degree)), degree)))
             classes = graph.labels[pairs[:, pairs[0] != pairs[1]]]
-            same = f", homophily {np.equal(*classes[:, (classes >= 0).all(0)]).mean():.2f}"
+            equal = np.equal(*classes[:, (classes >= 0).all(0)])
+            same = f", homophily {equal.sum() / max(len(equal), 1):.2f}"
         print(f"  {name}: {degree.sum():,} edges, degree {degree.mean():.1f}, at most {degree.max():,}, "
               f"none for {(degree == 0).mean():.1%}{same}")  # fmt: skip
     splits = ", ".join(f"{len(ids):,} for {name}" for name, ids in graph.splits.items())

@@ -67,7 +67,7 @@ class Benchmark(Workload):
         papers = min(cfg.data.papers, len(seeds))
         data = cfg.data.model_copy(update={"papers": papers, "batch": len(seeds)})
         graph = Graph(_random_graph(cfg.model, cfg.nodes))
-        source = PaperGroups(graph, None, "train", cfg.model_copy(update={"data": data}))
+        source = PaperGroups(graph, Features(graph, "sharded"), "train", cfg.model_copy(update={"data": data}))
         first = int(seeds[0]) // papers
         batch = source.collate([source.sample(first + k, 0) for k in range(len(seeds) // papers)])
         table = np.random.default_rng(0).standard_normal((_ROWS, cfg.model.inputs), np.float32).astype(graph.dtype)

@@ -34,9 +34,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, RGAT
         reader = stack.enter_context(closing(open_reader(kind, 0, device=mesh.device)))
         graph = open_graph(cfg, reader)
         model, lookup = complete_model_config(cfg.model, graph), _lookup(cfg, graph, mesh, reader)
-        features = None if lookup else Features(graph, reader if kind == "direct" else None, int(data.cache * 1e9))
-        if features is not None:
-            stack.enter_context(closing(features))
+        features = stack.enter_context(closing(Features(graph, data.features, reader, int(data.cache * 1e9))))
         held_out = partial(PaperGroups, graph, features, "validation", cfg, multiple=groups)
         kwargs = {**_kwargs(cfg, lookup), **HELD_OUT}
         with open_loaders(
@@ -53,7 +51,7 @@ class PaperGroups(Papers):
     batch is one graph, or, for training, as many micro-batches as a step has."""
 
     def __init__(
-        self, graph: Graph, features: Features | None, split: str, cfg: Config, mesh: Mesh | None = None, multiple: int = 1,
+        self, graph: Graph, features: Features, split: str, cfg: Config, mesh: Mesh | None = None, multiple: int = 1,
         count: int | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.count, self.parts = cfg, count, cfg.step.accumulate if split == "train" else 1
@@ -86,7 +84,7 @@ class PaperGroups(Papers):
 
 
 def _restored(
-    graph: Graph, features: Features | None, split: str, cfg: Config, multiple: int, count: int | None, pad: int
+    graph: Graph, features: Features, split: str, cfg: Config, multiple: int, count: int | None, pad: int
 ) -> PaperGroups:  # fmt: skip
     groups = PaperGroups(graph, features, split, cfg, None, multiple, count)
     groups.pad = pad

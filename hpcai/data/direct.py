@@ -241,13 +241,13 @@ class Reader(AbstractContextManager["Reader"]):
             return
         step = max(self.block // unit, 1)
         first, last = starts // unit, -(-(starts + size) // unit)
-        apart = np.append(True, first[1:] > last[:-1] + gap // unit)
+        # Of exact rows each range is one of ``into``, too; others go through a buffer of the job.
+        exact = not gap and not (size % unit or (starts % unit).any() or into.ctypes.data % unit)
+        apart = np.append(True, first[1:] != last[:-1] if exact else first[1:] > last[:-1] + gap // unit)
         opened = first[np.maximum.accumulate(np.where(apart, np.arange(len(starts)), 0))]
         apart[1:] |= np.diff((first - opened) // step) != 0  # no read is much longer than a block
         begin = np.flatnonzero(apart)
         lengths = (last[np.append(begin[1:], len(starts)) - 1] - first[begin]) * unit
-        # Of exact rows each range is one of ``into``, too; others go through a buffer of the job.
-        exact = not gap and not (size % unit or (starts % unit).any() or into.ctypes.data % unit)
         share = min(max(lengths.sum() // (4 * self._threads), 1 << 16), self.block)
         cuts = np.flatnonzero(np.diff((np.cumsum(lengths) - lengths) // share, prepend=-1))
         jobs = [

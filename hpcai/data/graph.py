@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,14 +38,15 @@ class SubGraph(NamedTuple):
 
 
 class Graph:
-    """A graph in ``folder``. Its files are mapped, or loaded to memory by ``reader`` and then checked.
+    """A graph in ``folder``. ``mode``: its files are mapped, or loaded to memory past the page cache and then checked.
 
     Raises DataError, with the file, for sizes that disagree with graph.json. Mapped edges are checked when they are sampled, or
     all by ``check``."""
 
-    def __init__(self, folder: Path, reader: Reader | None = None) -> None:
+    def __init__(self, folder: Path, mode: Literal["mapped", "memory"] = "mapped") -> None:
         self.folder, path = Path(folder), Path(folder) / "graph.json"
-        header = read_object(path, "the header of a graph", DataError)
+        reader = Reader() if mode == "memory" else None
+        self.header = header = read_object(path, "the header of a graph", DataError)
         with check_fields(path, "the header of a graph", DataError):
             self.nodes = {str(name): int(count) for name, count in header["nodes"].items()}
             self.edge_counts = {str(name): int(count) for name, count in header["edges"].items()}
@@ -70,6 +71,7 @@ class Graph:
                 path = self.path(f"edges/{name}/indptr")
                 raise DataError(f"{path}: runs from {found[0]:,} to {found[1]:,}, expected 0 to {count:,}; {_REMEDY}")
         if reader is not None:
+            reader.close()
             self.check()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,7 +162,8 @@ def _draw_edges(graph: Graph, name: str, nodes: Array, limit: int, generator: np
         raise DataError(f"{graph.path(f'edges/{name}/indptr')}: does not ascend from 0 to {graph.edge_counts[name]:,}; {_REMEDY}")
     counts, offsets = draw(degree, limit, generator)
     ids = graph.indices[name][np.repeat(start, counts) + offsets].astype(np.int64)
-    if ids.size and not 0 <= ids.min() <= ids.max() < (count := graph.nodes[graph.relations[name][0]]):
+    count = graph.nodes[graph.relations[name][0]]
+    if ids.size and not 0 <= ids.min() <= ids.max() < count:
         wrong = ids.min() if ids.min() < 0 else ids.max()
         raise DataError(f"{graph.path(f'edges/{name}/indices')}: has node {wrong:,}, but there are {count:,}; {_REMEDY}")
     return ids, counts

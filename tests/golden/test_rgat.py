@@ -8,7 +8,7 @@ import torch
 
 from hpcai.models import rgat
 from hpcai.models.rgat import RGAT, Batch, RGATConfig
-from tests.graphs import full_batch, split_batch
+from tests.subgraphs import full_batch, split_batch
 from tests.reference_data import DATA, load_json, load_tensors
 
 STORED, GRAPH, RESULTS = load_tensors("rgat/outputs"), load_tensors("rgat/graph"), load_json("rgat/outputs")

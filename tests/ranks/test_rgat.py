@@ -13,7 +13,7 @@ from hpcai.models import rgat
 from hpcai.models.rgat import RGAT, Batch
 from hpcai.settings import StepConfig
 from hpcai.train import Step
-from tests.graphs import join, random_batch
+from tests.subgraphs import join, random_batch
 from tests.ranks.launch import on_ranks
 from tests.unit.models.test_rgat import CFG, RELATIONS
 

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,23 +21,28 @@ from hpcai.parallel.lookup import Route, check_shard_fits, rows_per_rank
 
 Array = NDArray[Any]
 Sizes = dict[str, Array]
+Mode = Literal["mapped", "direct", "sharded"]
 logger = logging.getLogger(__name__)
 
 
 class Features:
-    """The features of the nodes of a graph, mapped, or read by ``reader`` past the page cache with up to ``cache`` bytes of the
-    rows with the most edges in memory."""
+    """The features of the nodes of a graph. ``mode``: ``mapped``; ``direct``, read by ``reader`` past the page cache with up to
+    ``cache`` bytes of the rows with the most edges in memory; ``sharded``, ids instead of features, for ``FeatureLookup``."""
 
-    def __init__(self, graph: Graph, reader: Reader | None = None, cache: int = 0) -> None:
-        self.graph, self.reader, self.cache = graph, reader, cache
-        rows = cache // (graph.width * graph.dtype.itemsize) if reader else 0
+    def __init__(self, graph: Graph, mode: Mode = "mapped", reader: Reader | None = None, cache: int = 0) -> None:
+        self.graph, self.mode, self.cache = graph, mode, cache if mode == "direct" else 0
+        self.reader = (reader or Reader()) if mode == "direct" else None
+        self._own_reader = self.reader if reader is None else None
+        rows = self.cache // (graph.width * graph.dtype.itemsize)
         hot = hottest({name: graph.degrees(name) for name in graph.nodes}, rows) if rows else {}
-        self.files = {name: RowsFile(graph.path(f"features/{name}"), count, graph.width, graph.dtype, reader, hot.get(name, ()))
-                      for name, count in graph.nodes.items()}  # fmt: skip
+        self.files = {
+            name: RowsFile(graph.path(f"features/{name}"), count, graph.width, graph.dtype, self.reader, hot.get(name, ()))
+            for name, count in graph.nodes.items()
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings. Each worker process has a cache of its own."""
-        return Features, (self.graph, self.reader, self.cache)
+        return Features, (self.graph, self.mode, self.reader, self.cache)
 
     @property
     def hit_rate(self) -> float:
@@ -46,6 +51,8 @@ class Features:
 
     def read(self, name: str, ids: Array, rows: int) -> Array:
         """Return the features of ``ids``, in the first of ``rows`` rows, followed by zeros.   [N] -> [rows, F]"""
+        if self.mode == "sharded":
+            return ids
         file = self.files[name]
         memory = self.reader.memory.allocate(rows * file.row_bytes) if self.reader else np.empty(rows * file.row_bytes, np.uint8)
         out = memory.view(file.dtype).reshape(rows, file.width)
@@ -56,8 +63,8 @@ class Features:
     def close(self) -> None:
         if self.cache:
             logger.info("features: %.1f %% of rows came from a cache of %.3g GB", 100 * self.hit_rate, self.cache / 1e9)
-        if self.reader is not None:
-            self.reader.close()
+        if self._own_reader is not None:
+            self._own_reader.close()
 
 
 class Sample(NamedTuple):
@@ -76,7 +83,6 @@ class Papers:
     paper once, with the same neighbours in every epoch, in a multiple of ``multiple`` groups, the last ones of which may be
     smaller or empty (one seed of padding): so all replicas have equally many batches, as a lookup of sharded features needs.
 
-    ``features``: None for ids instead of features, for ``FeatureLookup``.
     ``fan_out``: neighbours of each node and relation in hops 1 to L, MLPerf: 15, 10, 5. ``pad``: sub-graphs of a local batch that
     is padded, 0 for none. Sizes of hops are then those of a mean batch with room for its fluctuations, times a power of 1.1.
     """
@@ -84,7 +90,7 @@ class Papers:
     replicated = True
 
     def __init__(
-        self, graph: Graph, features: Features | None, split: str, papers: int, fan_out: Sequence[int] = (15, 10, 5), *,
+        self, graph: Graph, features: Features, split: str, papers: int, fan_out: Sequence[int] = (15, 10, 5), *,
         seed: int = 0, multiple: int = 1, pad: int = 0,
     ) -> None:  # fmt: skip
         if split not in graph.splits:
@@ -118,8 +124,7 @@ class Papers:
         return f"{self.graph.folder}: group {index} of {self.papers} papers of {self.split}"
 
     def close(self) -> None:
-        if self.features is not None:
-            self.features.close()
+        self.features.close()
 
     def seeds(self, index: int, epoch: int) -> Array:
         """Return the papers of a group.   [S]"""
@@ -143,8 +148,8 @@ class Papers:
     def sample(self, index: int, epoch: int) -> Sample:
         part = self.subgraph(index, epoch)
         sizes = self._fit([part])[0] if self.pad == 1 else _counts(part.nodes)  # a sub-graph that is a batch is copied no more
-        features = {name: tuple(ids if self.features is None else self.features.read(name, ids, int(rows))
-                                for ids, rows in zip(hops, sizes[name])) for name, hops in part.nodes.items()}  # fmt: skip
+        features = {name: tuple(self.features.read(name, ids, int(rows)) for ids, rows in zip(hops, sizes[name]))
+                    for name, hops in part.nodes.items()}  # fmt: skip
         seeds = part.nodes[self.graph.target][0]
         return Sample(*part, features, np.where(seeds < 0, -1, self.graph.labels[seeds]).astype(np.int64))
 
@@ -173,7 +178,7 @@ class Papers:
             np.concatenate(parts, out=out[: sum(map(len, parts))])
             return torch.from_numpy(out)
 
-        blank, seeds = -1 if self.features is None else 0, int(nodes[self.graph.target][0])
+        blank, seeds = -1 if self.features.mode == "sharded" else 0, int(nodes[self.graph.target][0])
         return Batch(
             {name: tuple(join([s.features[name][hop] for s in samples], int(size), blank) for hop, size in enumerate(sizes))
              for name, sizes in nodes.items()},

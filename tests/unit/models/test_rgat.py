@@ -17,7 +17,7 @@ from hpcai.models.rgat import model as network
 from hpcai.settings import StepConfig
 from hpcai.train import Step
 from tests.cpu_graph import CPUGraph
-from tests.graphs import full_batch, random_batch
+from tests.subgraphs import full_batch, random_batch
 
 RELATIONS = "paper___cites___paper", "author___rev_written_by___paper", "paper___written_by___author", "paper___in___journal"
 CFG = RGATConfig(features=5, hidden=6, heads=2, layers=2, relations=RELATIONS, num_classes=3, dropout=0.0)
