@@ -4,15 +4,17 @@ Sub-graphs are those of random papers with random edges. The plain form computes
 they are summed, and has torch's operations in place of graph attention.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from apps.rgat.data import Consecutive, PaperGroups, complete_model_config
@@ -36,9 +38,18 @@ _TEMPORARY = tempfile.TemporaryDirectory(prefix="hpcai-graphs-", ignore_cleanup_
 
 
 class GraphConfig(Config):
-    """An R-GAT run. ``nodes``: papers of the random graph."""
+    """An R-GAT run. ``nodes``: papers of the random graph. Sub-graphs are as large as batches of any size allow."""
 
     nodes: PositiveInt = 200_000
+
+    @model_validator(mode="after")
+    def _has_whole_subgraphs(self) -> Self:
+        return self
+
+    def for_batch(self, batch: int) -> Self:
+        """Return the settings for batches of so many papers."""
+        papers = math.gcd(self.data.papers, batch)
+        return self.model_copy(update={"data": self.data.model_copy(update={"papers": papers, "batch": batch})})
 
 
 class Benchmark(Workload):
@@ -64,10 +75,8 @@ class Benchmark(Workload):
         return (*(hop.numpy() for hops in batch.features.values() for hop in hops), batch.labels.numpy())
 
     def random_batch(self, cfg: GraphConfig, seeds: Sequence[Any], device: torch.device) -> Batch:
-        papers = min(cfg.data.papers, len(seeds))
-        data = cfg.data.model_copy(update={"papers": papers, "batch": len(seeds)})
-        graph = Graph(_random_graph(cfg.model, cfg.nodes))
-        source = PaperGroups(graph, Features(graph, "sharded"), "train", cfg.model_copy(update={"data": data}))
+        cfg, graph = cfg.for_batch(len(seeds)), Graph(random_graph(cfg.model, cfg.nodes))
+        source, papers = PaperGroups(graph, Features(graph, "sharded"), "train", cfg), cfg.data.papers
         first = int(seeds[0]) // papers
         batch = source.collate([source.sample(first + k, 0) for k in range(len(seeds) // papers)])
         table = np.random.default_rng(0).standard_normal((_ROWS, cfg.model.inputs), np.float32).astype(graph.dtype)
@@ -76,10 +85,11 @@ class Benchmark(Workload):
         return tree_map(batch._replace(features=features), lambda tensor: tensor.to(device))
 
     def write_files(self, cfg: GraphConfig, rows: int, splits: Sequence[str] = ("train", "validation")) -> GraphConfig:
-        data = cfg.data.model_copy(update={"directory": _random_graph(cfg.model, cfg.nodes)})
+        data = cfg.data.model_copy(update={"directory": random_graph(cfg.model, cfg.nodes)})
         return cfg.model_copy(update={"data": data})
 
     def loader(self, cfg: GraphConfig, mesh: Mesh, split: str, **kwargs: Any) -> Loader:
+        cfg = cfg.for_batch(cfg.data.batch)
         graph, groups = Graph(cfg.data.directory), cfg.data.batch // cfg.data.papers
         if sampler := kwargs.pop("sampler", None):
             kwargs["sampler"] = Consecutive(sampler.samples // cfg.data.papers)
@@ -87,12 +97,12 @@ class Benchmark(Workload):
         return Loader(source, groups, mesh, **cfg.data.loader_kwargs(), **kwargs)
 
     def complete_settings(self, cfg: GraphConfig) -> GraphConfig:
-        graph = Graph(_random_graph(cfg.model, cfg.nodes))
+        graph = Graph(random_graph(cfg.model, cfg.nodes))
         return cfg.model_copy(update={"model": complete_model_config(cfg.model, graph)})
 
 
 @cache
-def _random_graph(model: RGATConfig, papers: int) -> Path:
+def random_graph(model: RGATConfig, papers: int) -> Path:
     """Write a random graph with the relations of the network, and return its folder. Features are a hole in a file, zeros."""
     folder, random = Path(tempfile.mkdtemp(dir=_TEMPORARY.name)), np.random.default_rng(0)
     kinds = sorted({kind for name in model.relation_names for kind in name.split(SEPARATOR)[::2]})
@@ -144,7 +154,7 @@ class _AllHops(RGAT):
         return self.lin(x[self.cfg.target][: len(batch.labels)])
 
 
-class _PyGModel(nn.Module):
+class PyGModel(nn.Module):
     """The model of MLPerf's reference, with modules of PyTorch Geometric."""
 
     def __init__(self, cfg: RGATConfig) -> None:
@@ -167,7 +177,7 @@ class _PyGModel(nn.Module):
 
 
 def _pyg(cfg: GraphConfig, batch: Batch) -> Implementation:
-    return Implementation(_PyGModel(cfg.model), loss)
+    return Implementation(PyGModel(cfg.model), loss)
 
 
 Benchmark.peers = {"pyg": Peer("torch_geometric", _pyg)}

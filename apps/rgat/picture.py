@@ -58,9 +58,9 @@ class Papers:
         crossing = self.share[self.numbers] > 0
         pairs = (first, second), (self.true[crossing], self.second[self.numbers[crossing]])
         matrices = []
-        for one, other in pairs:
+        for left, right in pairs:
             matrix = np.zeros((len(self.names), len(self.names)))
-            np.add.at(matrix, (np.append(one, other), np.append(other, one)), 50 / max(len(one), 1))
+            np.add.at(matrix, (np.append(left, right), np.append(right, left)), 50 / max(len(left), 1))
             matrices.append(matrix)
         return matrices[0], matrices[1]
 

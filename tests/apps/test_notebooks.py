@@ -33,6 +33,7 @@ SHORT: dict[str, Names] = {
     "openfold": {"RELATIVES": 2, "RESIDUES": 24, "ROWS": 16, "STEPS": 2},
     "resnet": {"GALAXIES": 16, "HELD_OUT": 0.5, "STEPS": 2, "BATCH": 4},
     "retinanet": {"IMAGES": 8, "HELD_OUT": 0.5, "STEPS": 2, "BATCH": 2},
+    "rgat": {"PAPERS": 600, "STEPS": 2, "BATCH": 8, "WIDTH": 8},
     "unet3d": {"PATIENTS": 5, "HELD_OUT": 0.4, "STEPS": 2, "BATCH": 1, "FILTERS": (4, 6, 8)},
 }
 
@@ -49,6 +50,7 @@ IS_TRAINED: dict[str, Callable[[Names], bool]] = {
     "openfold": lambda names: names["lddt_after"] > 0.6 > 0.2 > names["lddt_before"],
     "resnet": lambda names: names["scores"]["accuracy"] > 0.7 and max(names["errors"].values()) < 0.12,
     "retinanet": lambda names: names["scores"]["ap50"] > 0.33 and names["scores"]["ap50_star"] > 0.7 and len(names["boxes"]) > 0,
+    "rgat": lambda names: names["scores"]["accuracy"] > 0.9 and names["correlation"] > 0.6,
     "unet3d": lambda names: names["scores"]["dice_kidney"] > 0.7 and names["scores"]["dice_tumour"] > 0.2 > names["baseline"],
 }
 

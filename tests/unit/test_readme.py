@@ -19,9 +19,11 @@ from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.structures import write_structure
 from hpcai.models.resnet import ResNet, ResNetConfig
 from hpcai.models.retinanet import RetinaNet, RetinaNetConfig
+from hpcai.models.rgat import RGAT, RGATConfig
 from hpcai.models.unet3d import UNet3D, UNet3DConfig
 from hpcai.settings import LoaderConfig
 from tests import proteins
+from tests.graphs import EDGES, write_reference_graph
 from tests.tracked import tracked_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +61,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "resnet": ResNet(ResNetConfig(layers=(1, 1, 1, 1), base_width=4, size=32, resize=36, classes=("disc", "merger"))),
         "bert": Bert(BertConfig(vocabulary=32, width=16, layers=1, heads=2, inner=16, positions=8, types=1, nsp=False)),
         "retinanet": RetinaNet(RetinaNetConfig(base_width=4, groups=1, width_per_group=64, size=(64, 64), num_classes=2)),
+        "rgat": RGAT(RGATConfig(features=12, hidden=8, heads=2, layers=2, relations=tuple(EDGES), num_classes=6)),
         "unet3d": UNet3D(UNet3DConfig(filters=(4, 4), window=(8, 16, 16))),
     }
     for name, model in models.items():
@@ -88,6 +91,8 @@ def test_the_cells_of_pages_run(runs: Path) -> None:
     images = [np.zeros((50, 40, 3), np.uint8)]
     assert run_cells("apps/resnet/README.md", 1, {"images": images})["probabilities"][0].keys() == {"disc", "merger"}
     assert run_cells("apps/retinanet/README.md", 1, {"images": images})["objects"][0].keys() == {"boxes", "scores", "classes"}
+    write_reference_graph(runs.parent / "datasets/rgat-small")
+    assert run_cells("apps/rgat/README.md", 1, {})["logits"].shape == (20, 6)
     scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))
     assert run_cells("apps/unet3d/README.md", 1, {"scan": scan})["organs"]["kidney"].shape == scan.shape
     names = run_cells("docs/glossary.md", 1, {"nn": torch.nn, "GatherFull": torch.nn.Flatten, "partition": 0, "size": -1})
