@@ -6,7 +6,7 @@ they are summed, and has torch's operations in place of graph attention.
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -81,7 +81,8 @@ class Benchmark(Workload):
         batch = source.collate([source.sample(first + k, 0) for k in range(len(seeds) // papers)])
         table = np.random.default_rng(0).standard_normal((_ROWS, cfg.model.inputs), np.float32).astype(graph.dtype)
         rows = torch.from_numpy(np.concatenate((table, np.zeros_like(table[:1]))))  # zeros for padding
-        features = {kind: tuple(rows[torch.where(ids < 0, _ROWS, ids % _ROWS)] for ids in hops) for kind, hops in batch.features.items()}
+        features = {kind: tuple(rows[torch.where(ids < 0, _ROWS, ids % _ROWS)] for ids in hops)
+                    for kind, hops in batch.features.items()}  # fmt: skip
         return tree_map(batch._replace(features=features), lambda tensor: tensor.to(device))
 
     def write_files(self, cfg: GraphConfig, rows: int, splits: Sequence[str] = ("train", "validation")) -> GraphConfig:
@@ -110,9 +111,7 @@ def random_graph(model: RGATConfig, papers: int) -> Path:
     edges = {}
     for name in model.relation_names:
         source, relation, destination = name.split(SEPARATOR)
-        base = source if relation.startswith("rev_") else destination if source == destination else source
-        if relation.startswith("rev_"):
-            base = destination
+        base = destination if relation.startswith("rev_") else source
         edges[name] = count = _EDGES.get(relation.removeprefix("rev_"), 1) * nodes[base]
         popular = random.random(count) ** (1 if nodes[destination] >= nodes[source] else 2)  # few destinations have most edges
         ends = np.bincount((popular * nodes[destination]).astype(int), minlength=nodes[destination]).cumsum()
@@ -162,8 +161,8 @@ class PyGModel(nn.Module):
         pyg, names = import_module("torch_geometric.nn"), {tuple(name.split(SEPARATOR)) for name in cfg.relation_names}
         width, self.cfg, self.convs = cfg.hidden // cfg.heads, cfg, nn.ModuleList()
         for inputs in (cfg.inputs, *[cfg.hidden] * (cfg.layers - 1)):
-            make: Callable[[], nn.Module] = lambda inputs=inputs: pyg.GATConv(inputs, width, heads=cfg.heads, add_self_loops=False)
-            self.convs.append(pyg.HeteroConv({name: make() for name in sorted(names)}))
+            convs = {name: pyg.GATConv(inputs, width, heads=cfg.heads, add_self_loops=False) for name in sorted(names)}
+            self.convs.append(pyg.HeteroConv(convs))
         self.lin, self.dropout = nn.Linear(cfg.hidden, cfg.outputs), nn.Dropout(cfg.dropout)
 
     def forward(self, batch: Batch) -> Tensor:

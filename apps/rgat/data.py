@@ -19,7 +19,7 @@ from hpcai.data.splits import HELD_OUT, open_loaders
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import all_gather_object
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.rgat import Batch, FeatureLookup, Features, Papers, RGATConfig
+from hpcai.models.rgat import FeatureLookup, Features, Papers, RGATConfig
 from hpcai.programs import command_of
 from hpcai.train import MicroBatches
 
@@ -31,8 +31,7 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, RGAT
     data, groups = cfg.data, cfg.data.evaluation_batch // cfg.data.papers
     with ExitStack() as stack:
         kind = "direct" if data.features == "direct" else "memory"  # O_DIRECT if the file system has it
-        reader = stack.enter_context(closing(open_reader(kind, 0, device=mesh.device)))
-        graph = open_graph(cfg, reader)
+        reader, graph = stack.enter_context(closing(open_reader(kind, 0, device=mesh.device))), open_graph(cfg)
         model, lookup = complete_model_config(cfg.model, graph), _lookup(cfg, graph, mesh, reader)
         features = stack.enter_context(closing(Features(graph, data.features, reader, int(data.cache * 1e9))))
         held_out = partial(PaperGroups, graph, features, "validation", cfg, multiple=groups)
@@ -50,6 +49,8 @@ class PaperGroups(Papers):
     """Groups of papers of one split. Groups of training papers are numbered over all epochs. ``count``: the first papers only. A
     batch is one graph, or, for training, as many micro-batches as a step has."""
 
+    groups: int
+
     def __init__(
         self, graph: Graph, features: Features, split: str, cfg: Config, mesh: Mesh | None = None, multiple: int = 1,
         count: int | None = None,
@@ -59,7 +60,7 @@ class PaperGroups(Papers):
         pad = max(local, 1) if cfg.data.shapes == "few" and split == "train" else 0
         super().__init__(graph, features, split, cfg.data.papers, cfg.data.fan_out, seed=cfg.train.seed, multiple=multiple, pad=pad)
         if count is not None:
-            self.groups = min(self.groups, -(-(-(-count // self.papers)) // multiple) * multiple)
+            self.groups = min(self.groups, -(-count // (self.papers * multiple)) * multiple)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (self.graph, self.features, self.split, self.cfg, self.multiple, self.count, self.pad)
@@ -114,12 +115,12 @@ def look_up(lookup: FeatureLookup, batch: Any, step: int) -> Any:
     return MicroBatches([lookup(part) for part in batch]) if isinstance(batch, MicroBatches) else lookup(batch)
 
 
-def open_graph(cfg: Config, reader: Reader | None = None) -> Graph:
+def open_graph(cfg: Config) -> Graph:
     data = cfg.data
     if not (data.directory / "graph.json").is_file():
         remedy = f"make data with: {command_of('data_prep.igb')} simulate {data.directory}, or set data.directory"
         raise DataError(f"{data.directory}: has no graph.json; {remedy}")
-    return Graph(data.directory, reader if data.graph == "memory" else None)
+    return Graph(data.directory, data.graph)
 
 
 def _lookup(cfg: Config, graph: Graph, mesh: Mesh, reader: Reader) -> FeatureLookup | None:

@@ -73,7 +73,8 @@ class Papers:
 def read(path: Path) -> Papers:
     content = arrays(path, {"classes": "text K", "paper": "whole N", "true": "whole N", "logits": "real N K"})
     known = content["true"] >= 0
-    logits, true = torch.from_numpy(content["logits"][known].astype(float)), torch.from_numpy(content["true"][known].astype(np.int64))
+    logits = torch.from_numpy(content["logits"][known].astype(float))
+    true = torch.from_numpy(content["true"][known].astype(np.int64))
     if len(true) < 2 or not torch.isfinite(logits).all():
         raise DataError(f"{len(true)} papers of known class, expected two or more with finite logits")
     scaled = logits.clone()
@@ -89,8 +90,9 @@ def caption(results: Papers) -> str:
     text = f"{len(results.true):,} validation papers. A probability of 80 % should be right 80 times in 100."
     if results.share is None:
         return text
-    return (f"Later papers than those of the training. First the pairs of communities between which the {UNCERTAIN:.0%} least certain papers"
-            f" lie, then the pairs that were planted: communities that some papers share in citations, authors and topics. {text}")
+    return (f"Later papers than those of the training. First the pairs of communities between which the {UNCERTAIN:.0%} least"
+            " certain papers lie, then the pairs that were planted: communities that some papers share in citations, authors and"
+            f" topics. {text}")
 
 
 def finding(results: Papers) -> Finding:
@@ -112,7 +114,8 @@ def draw(results: Papers, theme: Theme) -> list[Figure]:
 
 def _draw_crossings(results: Papers, theme: Theme) -> list[Figure]:
     figures, matrices = [], results.crossings()
-    for matrix, title, text in zip(matrices, ("Found crossings", "Planted crossings"), ("of the least certain papers", "of all papers")):
+    titles = ("Found crossings", "of the least certain papers"), ("Planted crossings", "of all papers")
+    for matrix, (title, text) in zip(matrices, titles):
         figures.append(figure := Figure(figsize=(WIDTH, WIDTH * 0.85)))
         axes = figure.subplots()
         image = axes.imshow(matrix, cmap=theme.counts, vmin=0, vmax=max(m.max() for m in matrices))

@@ -15,7 +15,8 @@ class Plan(PlannedTraining):
     epochs = {4096: 0.8, 16_384: 0.85, 32_768: 0.95, 65_536: 1.15, 262_144: 2.45}
     samples = {batch: count * _TRAIN for batch, count in epochs.items()}
     source = "MLPerf Training v4.0: reference convergence"
-    evaluation = Evaluation(samples=_VALIDATION, every=_TRAIN / 20, cost=0.006)  # forward, in batches; a step of one paper is mostly update
+    # forward, in batches; a step of one paper is mostly update
+    evaluation = Evaluation(samples=_VALIDATION, every=_TRAIN / 20, cost=0.006)
 
     def random_batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
         data = cfg.data.model_copy(update={"papers": min(_PAPERS, count)})

@@ -54,13 +54,13 @@ class Config(RunConfig):
     def _goes_together(self) -> Self:
         data = self.data
         if data.reader != "auto":
-            raise ValueError(f"data.reader is {data.reader}, for files of samples; set data.features and data.graph, and reader auto")
+            raise ValueError(f"data.reader is {data.reader}, for files of samples; set it to auto, and data.features")
         if data.stage is not None:
             raise ValueError(f"data.stage is {data.stage}, but a graph is not staged; copy it beforehand, and set data.directory")
         if len(data.fan_out) != self.model.layers:
-            raise ValueError(f"data.fan_out has {len(data.fan_out)} hops, the network {self.model.layers} layers; give one for each")
+            raise ValueError(f"data.fan_out has {len(data.fan_out)} hops, the network {self.model.layers} layers; give as many")
         if data.features == "sharded" and (self.mesh.evaluate or self.train.evaluate != "wait"):
-            raise ValueError("data.features sharded needs all ranks in each batch; set mesh.evaluate to 0 and train.evaluate to wait")
+            raise ValueError("data.features sharded needs all ranks in a batch; set mesh.evaluate to 0 and train.evaluate to wait")
         if self.step.capture in ("forward", "whole") and data.shapes == "exact":
             raise ValueError(f"step.capture is {self.step.capture}, which needs data.shapes few")
         return self
@@ -72,5 +72,6 @@ class Config(RunConfig):
             if (value := getattr(data, name)) is not None and value % data.papers:
                 raise ValueError(f"data.{name} is {value}; expected a multiple of data.papers, {data.papers}")
         if data.batch // data.papers % parts:
-            raise ValueError(f"data.batch has {data.batch // data.papers} sub-graphs for step.accumulate {parts}; lower data.papers")
+            subgraphs = data.batch // data.papers
+            raise ValueError(f"data.batch has {subgraphs} sub-graphs for step.accumulate {parts}; lower data.papers")
         return self

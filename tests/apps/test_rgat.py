@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from apps.rgat import data as app_data
 from apps.rgat import picture
@@ -48,7 +47,7 @@ def test_predictions_cover_the_first_validation_papers_once(data: Path) -> None:
 
 
 def test_epochs_shorter_than_a_pass_cover_all_papers(data: Path) -> None:
-    cfg = config.load(APP.settings, APP.small_config, APP.overrides(data, None)[1:])
+    cfg = config.load(APP.settings, APP.small_config, APP.overrides(data, data)[1:])
     graph = Graph(data)
     source = app_data.PaperGroups(graph, Features(graph), "train", cfg)
     sampler = app_data.Consecutive(12)
@@ -66,8 +65,8 @@ def test_the_picture_finds_planted_crossings(tmp_path: Path) -> None:
     second, share = community ^ 1, np.where(random.random(1000) < 0.3, 0.4, 0)
     logits = 6 * np.eye(4)[community] + (share > 0)[:, None] * 5 * np.eye(4)[second] + 0.1 * random.standard_normal((1000, 4))
     held = np.flatnonzero(year > 3)
-    truth = {"truth_year": year, "truth_community": community, "truth_second": second, "truth_share": share}
-    kept = {"classes": list("abcd"), "paper": held, "true": np.where(held % 9, community[held], -1), "logits": logits[held]}
+    truth: Any = {"truth_year": year, "truth_community": community, "truth_second": second, "truth_share": share}
+    kept: Any = {"classes": list("abcd"), "paper": held, "true": np.where(held % 9, community[held], -1), "logits": logits[held]}
     np.savez(tmp_path / picture.FILE, **kept, **truth)
     results = picture.read(tmp_path / picture.FILE)
     assert len(results.true) == (held % 9 > 0).sum() and results.correlation() > 0.99

@@ -8,8 +8,8 @@ import torch
 
 from hpcai.models import rgat
 from hpcai.models.rgat import RGAT, Batch, RGATConfig
-from tests.subgraphs import full_batch, split_batch
 from tests.reference_data import DATA, load_json, load_tensors
+from tests.subgraphs import full_batch, split_batch
 
 STORED, GRAPH, RESULTS = load_tensors("rgat/outputs"), load_tensors("rgat/graph"), load_json("rgat/outputs")
 RELATIONS = ["___".join(parts) for parts in RESULTS["relations"]]

@@ -25,7 +25,7 @@ def new_step(device: str, **overrides: Any) -> train.Step:
 
 def make_batch(device: torch.device, seed: int) -> rgat.Batch:
     batch = random_batch(seed, RELATIONS, 32, 40, classes=5)
-    return tree_map(batch, lambda x: x.to(device).half() if x.is_floating_point() else x.to(device))  # type: ignore[no-any-return]
+    return tree_map(batch, lambda x: x.to(device).half() if x.is_floating_point() else x.to(device))
 
 
 def train_losses(step: train.Step) -> list[float]:

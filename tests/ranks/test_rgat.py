@@ -13,8 +13,8 @@ from hpcai.models import rgat
 from hpcai.models.rgat import RGAT, Batch
 from hpcai.settings import StepConfig
 from hpcai.train import Step
-from tests.subgraphs import join, random_batch
 from tests.ranks.launch import on_ranks
+from tests.subgraphs import join, random_batch
 from tests.unit.models.test_rgat import CFG, RELATIONS
 
 SEEDS = [3, 5, 1, 4]  # of each sub-graph

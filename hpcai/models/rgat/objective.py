@@ -20,8 +20,8 @@ def counted(batch: Batch) -> Tensor:
 
 
 def loss(model: Any, batch: Batch, counts: Tensor | None = None) -> dict[str, Any]:
-    """Return the mean cross entropy of the seeds whose class is known, and their accuracy as (sum, count). ``counts``: Seeds to divide
-    by; None: those of the batch."""
+    """Return the mean cross entropy of the seeds whose class is known, and their accuracy as (sum, count). ``counts``: Seeds to
+    divide by; None: those of the batch."""
     sums, own = score(model, batch), counted(batch)
     return {"loss": sums["loss"][0] / (own if counts is None else counts).clamp(min=1e-9), "accuracy": sums["accuracy"]}
 
