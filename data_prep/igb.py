@@ -294,19 +294,19 @@ def simulate_materials(recipe: Recipe, count: int, rng: np.random.Generator) -> 
 def simulate(options: argparse.Namespace) -> None:
     recipe, generators = Recipe.from_options(options), {"citations": simulate_citations, "materials": simulate_materials}
     rng = recipe.generator(1, 0)
-    made = generators[recipe.kind](recipe, options.papers, rng)
-    nodes, relations = {kind: len(rows) for kind, rows in made["features"].items()}, dict[str, Edges]()
-    for name, ends in made["edges"].items():
+    content = generators[recipe.kind](recipe, options.papers, rng)
+    nodes, relations = {kind: len(rows) for kind, rows in content["features"].items()}, dict[str, Edges]()
+    for name, ends in content["edges"].items():
         relations |= with_reverse(name, partial(iter, [ends]), nodes)
-    labels = np.where(rng.random(options.papers) < recipe.unknown, -1, made["labels"])
-    splits = {name: np.flatnonzero((labels >= 0) & (made["held"] == held)) for name, held in (("train", 0), ("validation", 1))}
+    labels = np.where(rng.random(options.papers) < recipe.unknown, -1, content["labels"])
+    splits = {name: np.flatnonzero((labels >= 0) & (content["held"] == held)) for name, held in (("train", 0), ("validation", 1))}
     if not all(map(len, splits.values())):
         raise ConfigError(f"--papers {options.papers}: a split has none with a label; ask for more")
-    rows = {kind: partial(np.asarray, values) for kind, values in made["features"].items()}
+    rows = {kind: partial(np.asarray, values) for kind, values in content["features"].items()}
     store.claim_folder(options.out, {**recipe.json_dict, "papers": options.papers})
     if store.rank_and_size()[0] == 0:
-        np.savez(options.out / "truth.npz", **made["truth"])
-    write_graph(options, nodes, relations, rows, recipe.features, "float16", labels, made["classes"], splits, made["names"])
+        np.savez(options.out / "truth.npz", **content["truth"])
+    write_graph(options, nodes, relations, rows, recipe.features, "float16", labels, content["classes"], splits, content["names"])
 
 
 # ---- check

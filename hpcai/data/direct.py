@@ -321,8 +321,8 @@ class Reader(AbstractContextManager["Reader"]):
         if not exact:
             shift = np.repeat(places - offsets, ends - begin) + starts
             grain = math.gcd(size, *np.unique(shift % ALIGN).tolist(), ALIGN)
-            units = memory[: memory.size // grain * grain].reshape(-1, grain)
-            into[:] = units[shift[:, None] // grain + np.arange(size // grain)].reshape(into.shape)
+            units, parts = memory[: memory.size // grain * grain].reshape(-1, grain), np.arange(size // grain)
+            np.take(units, shift[:, None] // grain + parts, 0, into.reshape(len(into), -1, grain), "clip")
 
     def _run_jobs(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run all jobs, the last one in this thread, which would otherwise only wait."""

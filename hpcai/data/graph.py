@@ -67,9 +67,9 @@ class Graph:
         for name in self.nodes:
             self.features(name)
         for name, indptr in self.indptr.items():
-            if (found := (indptr[0], indptr[-1])) != (0, count := self.edge_counts[name]):
+            if (bounds := (indptr[0], indptr[-1])) != (0, count := self.edge_counts[name]):
                 path = self.path(f"edges/{name}/indptr")
-                raise DataError(f"{path}: runs from {found[0]:,} to {found[1]:,}, expected 0 to {count:,}; {_REMEDY}")
+                raise DataError(f"{path}: runs from {bounds[0]:,} to {bounds[1]:,}, expected 0 to {count:,}; {_REMEDY}")
         if reader is not None:
             reader.close()
             self.check()
@@ -112,8 +112,8 @@ class Graph:
         except OSError as problem:
             raise DataError(f"{path}: cannot be opened ({problem.strerror}); {_REMEDY}") from problem
         if size != row * count:
-            found = f"{size // row:,} rows" if size % row == 0 else f"{size:,} bytes, no multiple of a row of {row:,}"
-            raise DataError(f"{path}: has {found}, graph.json has {count:,} rows; {_REMEDY}")
+            actual = f"{size // row:,} rows" if size % row == 0 else f"{size:,} bytes, no multiple of a row of {row:,}"
+            raise DataError(f"{path}: has {actual}, graph.json has {count:,} rows; {_REMEDY}")
         if not size or reader is None:
             return np.memmap(path, dtype, "r").view(np.ndarray) if size else np.zeros(0, dtype)
         return reader.fetch(path, 0, size).view(dtype)

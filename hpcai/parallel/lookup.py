@@ -25,7 +25,7 @@ def check_shard_fits(name: str, size: int, available: int, axis: Axis, remedy: s
         raise ConfigError(f"{name}: a shard on each of {axis.size} ranks has {sizes}; {ranks}, or {remedy}")
 
 
-class Route:
+class LookupPlan:
     """The exchange of rows for some ids: which ranks hold them, and which rows of this shard others need. A collective call; ranks
     may have different numbers of ids, also none. -1 has no row. All ranks raise DataError if an id of one of them is not among
     the ``rows`` of the table.   [N] int64

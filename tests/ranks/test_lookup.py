@@ -11,7 +11,7 @@ from hpcai.data.graph import Graph
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.rgat import FeatureLookup, Features, Papers
-from hpcai.parallel.lookup import Route, check_shard_fits, rows_per_rank
+from hpcai.parallel.lookup import LookupPlan, check_shard_fits, rows_per_rank
 from tests.graphs import write_reference_graph
 from tests.ranks.launch import on_ranks
 
@@ -28,7 +28,7 @@ def look_up(mesh: Mesh, dtype: torch.dtype) -> bool:
         count = 0 if case == 0 or case == axis.rank else int(torch.randint(1, 40, (), generator=random))
         ids = torch.randint(-1, 23, (count,), generator=random)
         expected = torch.where(ids[:, None, None] < 0, 0, table[ids])
-        equal &= torch.equal(Route(ids, 23, axis).gather(shard), expected)
+        equal &= torch.equal(LookupPlan(ids, 23, axis).gather(shard), expected)
     return equal
 
 
@@ -40,7 +40,7 @@ def test_rows_equal_those_of_the_full_table(axes: dict[str, int]) -> None:
 
 def look_up_beyond(mesh: Mesh) -> str:
     with pytest.raises(DataError) as error:
-        Route(torch.tensor([3, 23 if mesh.rank else 0]), 23, mesh["replicate"])
+        LookupPlan(torch.tensor([3, 23 if mesh.rank else 0]), 23, mesh["replicate"])
     return str(error.value)
 
 

@@ -9,15 +9,15 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from hpcai.data.collate import tree_map
 from hpcai.data.direct import Reader
 from hpcai.data.graph import Graph, SubGraph, sample_neighbors
 from hpcai.data.rows_file import RowsFile, hottest
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.models.rgat.batch import Batch
-from hpcai.parallel.lookup import Route, check_shard_fits, rows_per_rank
+from hpcai.parallel.lookup import LookupPlan, check_shard_fits, rows_per_rank
 
 Array = NDArray[Any]
 Sizes = dict[str, Array]
@@ -161,7 +161,7 @@ class Papers:
         filled = {name: np.sum([_counts(sample.nodes)[name] for sample in samples], 0) for name in nodes}
         shifts = {name: _shifts([sample.nodes[name] for sample in samples], sizes) for name, sizes in nodes.items()}
 
-        def join_edges(name: str, hop: int, size: int) -> Tensor:
+        def join_edges(name: str, hop: int, size: int) -> Array:
             rows = []
             for end, (kind, at) in enumerate(zip(self.graph.relations[name], (hop + 1, hop))):
                 parts = [sample.edges[name][hop][end] for sample in samples]
@@ -169,22 +169,23 @@ class Papers:
                 first, left = nodes[kind][:at].sum() + filled[kind][at], size - len(row)
                 spare = (nodes[kind][at] - filled[kind][at]) * np.arange(left) // max(left, 1)  # evenly over nodes of padding
                 rows.append(np.append(row, first + spare))
-            return torch.from_numpy(np.stack(rows))
+            return np.stack(rows)
 
-        def join(parts: list[Array], rows: int, value: int = -1) -> Tensor:
+        def join(parts: list[Array], rows: int, value: int = -1) -> Array:
             if len(parts) == 1 and len(parts[0]) == rows:
-                return torch.from_numpy(parts[0])
+                return parts[0]
             out = np.full((rows, *parts[0].shape[1:]), value, parts[0].dtype)
             np.concatenate(parts, out=out[: sum(map(len, parts))])
-            return torch.from_numpy(out)
+            return out
 
-        blank, seeds = -1 if self.features.mode == "sharded" else 0, int(nodes[self.graph.target][0])
-        return Batch(
-            {name: tuple(join([s.features[name][hop] for s in samples], int(size), blank) for hop, size in enumerate(sizes))
+        blank, seeds = -1 if self.features.mode == "sharded" else 0, nodes[self.graph.target][0]
+        arrays = (
+            {name: tuple(join([s.features[name][hop] for s in samples], size, blank) for hop, size in enumerate(sizes))
              for name, sizes in nodes.items()},
-            {name: tuple(join_edges(name, hop, int(size)) for hop, size in enumerate(sizes)) for name, sizes in edges.items()},
+            {name: tuple(join_edges(name, hop, size) for hop, size in enumerate(sizes)) for name, sizes in edges.items()},
             join([s.labels for s in samples], seeds), join([s.nodes[self.graph.target][0] for s in samples], seeds),
         )  # fmt: skip
+        return Batch(*tree_map(arrays, torch.from_numpy))
 
     # ---- sizes
 
@@ -250,10 +251,10 @@ class FeatureLookup:
         """Replace the ids in ``batch.features`` by features."""
         names = [(name, len(hop)) for name, hops in batch.features.items() for hop in hops]
         ids = torch.cat([self._place(name, hop) for name, hops in batch.features.items() for hop in hops])
-        rows = iter(Route(ids, self.rows * self.axis.size, self.axis).gather(self.shard).split([size for _, size in names]))
+        rows = iter(LookupPlan(ids, self.rows * self.axis.size, self.axis).gather(self.shard).split([size for _, size in names]))
         return batch._replace(features={name: tuple(next(rows) for _ in hops) for name, hops in batch.features.items()})
 
-    def _place(self, name: str, ids: Tensor) -> Tensor:
+    def _place(self, name: str, ids: torch.Tensor) -> torch.Tensor:
         each = self.each[name]
         return torch.where(ids < 0, -1, ids // each * self.rows + self.base[name] + ids % each)
 
