@@ -14,13 +14,17 @@ from hpcai.kernels import triton_support
 
 def graph_attention(source_score: Tensor, destination_score: Tensor, x: Tensor, edges: Tensor, slope: float = 0.2) -> Tensor:
     """Return sum_j a_ij x_j over the edges j -> i, with a_ij the softmax over them of LeakyReLU(source_score_j +
-    destination_score_i). Destinations without edges get 0. All sums are in a fixed order, also those of gradients.
+    destination_score_i); on CUDA by the kernels of ``graph_attention_triton``. Destinations without edges get 0. All sums are in a fixed order, also those of gradients.
 
     ``edges``: sources and destinations, the latter ascending. The softmax has the dtype of the scores, the result that of ``x``.
     Shape: source_score [N, H], destination_score [M, H], x [N, H, C], or [N, C] for all heads, edges [2, E] -> [H, M, C]
     """
     if triton_support.needs_plain_ops():
         return reference(source_score, destination_score, x, edges, slope)
+    if triton_support.is_supported_float(x) and source_score.dtype == torch.float32:
+        from hpcai.kernels.graph_attention_triton import GraphAttention
+
+        return GraphAttention.apply(source_score, destination_score, x, edges, slope)
     return _GraphAttention.apply(source_score, destination_score, x, edges, slope)
 
 
@@ -42,12 +46,12 @@ class _GraphAttention(torch.autograd.Function):
         ctx: Any, source_score: Tensor, destination_score: Tensor, x: Tensor, edges: Tensor, slope: float
     ) -> Tensor:  # fmt: skip
         (source, destination), (count, heads) = edges, destination_score.shape
-        ends = _ends(destination, count)
+        ends = segment_ends(destination, count)
         e = source_score.index_select(0, source).add_(destination_score.index_select(0, destination))
         is_positive = e > 0
         e = F.leaky_relu_(e, slope)
-        e = e.sub_(_reduce(e, ends, "max").index_select(0, destination)).exp_()
-        a = e.div_(_reduce(e, ends, "sum").index_select(0, destination))
+        e = e.sub_(reduce_segments(e, ends, "max").index_select(0, destination)).exp_()
+        a = e.div_(reduce_segments(e, ends, "sum").index_select(0, destination))
         rows, bags = _bags(source, ends, x, heads)
         out = F.embedding_bag(rows, x.flatten(0, -2), bags, mode="sum", per_sample_weights=a.t().flatten().to(x.dtype))
         ctx.save_for_backward(x, edges, a, is_positive)
@@ -58,7 +62,7 @@ class _GraphAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, (source, destination), a, is_positive = ctx.saved_tensors
         (sources, count), heads = ctx.sizes, a.shape[1]
-        grad, ends = grad.contiguous(), _ends(destination, count)
+        grad, ends = grad.contiguous(), segment_ends(destination, count)
         numbers = torch.arange(heads, device=x.device)
         rows = source[:, None] * heads + numbers if x.ndim == 3 else source[:, None].expand(-1, heads)
         bag_of_row = destination[:, None] + count * numbers  # by edge, so that the heads of an edge find its rows in the cache
@@ -66,10 +70,10 @@ class _GraphAttention(torch.autograd.Function):
             grad.flatten(0, 1), x.flatten(0, -2), rows.flatten(), ends, bag_of_row.flatten(), 0
         )  # fmt: skip
         grad_e = grad_a.view_as(a).to(a.dtype) * a
-        grad_e = grad_e - a * _reduce(grad_e, ends, "sum").index_select(0, destination)
+        grad_e = grad_e - a * reduce_segments(grad_e, ends, "sum").index_select(0, destination)
         grad_e = torch.where(is_positive, grad_e, ctx.slope * grad_e)
         order = source.argsort(stable=True)
-        by_source = _ends(source.index_select(0, order), sources)
+        by_source = segment_ends(source.index_select(0, order), sources)
         grad_x = None
         if ctx.needs_input_grad[2]:
             rows = bag_of_row.index_select(0, order)
@@ -82,15 +86,15 @@ class _GraphAttention(torch.autograd.Function):
                 rows.flatten(), grad.flatten(0, 1), first.flatten(), mode="sum", per_sample_weights=weights.flatten()
             )  # fmt: skip
             grad_x = grad_x.view(heads, sources, x.shape[-1]).transpose(0, 1) if x.ndim == 3 else grad_x
-        return _reduce(grad_e.index_select(0, order), by_source, "sum"), _reduce(grad_e, ends, "sum"), grad_x, None, None
+        return reduce_segments(grad_e.index_select(0, order), by_source, "sum"), reduce_segments(grad_e, ends, "sum"), grad_x, None, None
 
 
-def _ends(ascending: Tensor, count: int) -> Tensor:
+def segment_ends(ascending: Tensor, count: int) -> Tensor:
     """Return where the rows of each of ``count`` numbers begin, and the end of the last.   [E] -> [count + 1]"""
     return torch.searchsorted(ascending, torch.arange(count + 1, device=ascending.device))
 
 
-def _reduce(values: Tensor, ends: Tensor, mode: str) -> Tensor:
+def reduce_segments(values: Tensor, ends: Tensor, mode: str) -> Tensor:
     """Reduce the rows between ``ends``; 0 where there are none.   [E, H] -> [M, H]"""
     rows = torch.arange(len(values), device=values.device)
     return F.embedding_bag(rows, values, ends, mode=mode, include_last_offset=True)

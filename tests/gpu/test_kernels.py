@@ -53,8 +53,8 @@ def test_the_kernels_of_attention_are_its_twin(dtype: torch.dtype, rtol: float, 
 
 
 @cuda_only  # elsewhere Triton's interpreter has run these cases
-@pytest.mark.parametrize("of", ["norms", "gates", "experts", "paged attention"])
-def test_the_kernels_of_norms_gates_experts_and_paged_attention_are_their_formulas(of: str) -> None:
+@pytest.mark.parametrize("of", ["norms", "gates", "experts", "graph attention", "paged attention"])
+def test_the_kernels_of_norms_gates_experts_and_attention_are_their_formulas(of: str) -> None:
     from tests.slow import formulas
 
     if of == "experts":
@@ -64,6 +64,10 @@ def test_the_kernels_of_norms_gates_experts_and_paged_attention_are_their_formul
                 formulas.check_combine(combined, dtype, GPU)
         for grouped, kind in product(formulas.GROUPED, (*formulas.ULP, *[None] * float8.is_supported(DEVICE))):
             formulas.check_grouped_mm(grouped, kind, GPU)
+        return
+    if of == "graph attention":
+        for graph, kind in product(formulas.GRAPHS, (torch.float32, torch.bfloat16)):
+            formulas.check_graph_attention(graph, kind, GPU)
         return
     if of == "paged attention":
         disable_tf32()

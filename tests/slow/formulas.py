@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from hpcai.kernels import float8, float8_triton, gates_triton, layernorm_triton, rotary_triton
+from hpcai.kernels import graph_attention as graph
 from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.float8_formats import MAX_EXPONENT
+from hpcai.kernels.graph_attention_triton import GraphAttention
 from hpcai.kernels.grouped_mm import reference
 from hpcai.kernels.moe_triton import combine, combine_backward, grouped_mm
 from hpcai.kernels.paged_attention_triton import paged_attention
@@ -277,6 +279,31 @@ def check_grouped_mm(case: tuple[list[int], int, int], dtype: torch.dtype | None
         actual = grouped_mm(a, b, ends, dtype or BF16, scale)
         expected, terms = (reference(f(a.double()), f(b.double()), ends, torch.float64, scale) for f in (Tensor.clone, abs))
         _check_close(f"product {number}", actual, expected, 64 * terms if dtype is None else terms)
+
+
+# Sources, destinations, edges, heads, channels, and whether a row is that of all heads.
+GRAPHS = (
+    (9, 7, 60, 4, 24, True), (9, 7, 60, 4, 24, False), (30, 5, 200, 3, 70, False), (5, 40, 30, 1, 3, True), (6, 4, 0, 2, 8, False),
+    (8, 3, 9, 2, 2100, True), (0, 3, 0, 2, 8, True), (4, 0, 0, 2, 8, False),
+)  # fmt: skip
+
+
+def check_graph_attention(case: tuple[int, int, int, int, int, bool], dtype: torch.dtype, device: str) -> None:
+    """Check sums over edges with isolated nodes and pairs twice, and their gradients."""
+    N, M, E, H, C, shared = case
+    draw = _seeded_randn(device)
+    ends = [(draw(E).sigmoid() * count).long().clamp(max=max(count - 1, 0)) for count in (N, M)]
+    edges = torch.stack((ends[0], ends[1].sort().values))
+    inputs = 3 * draw(N, H), 3 * draw(M, H), (draw(N, C) if shared else draw(N, H, C)).to(dtype)
+    leaves, wide = ([x.to(d or x.dtype).requires_grad_() for x in inputs] for d in (None, torch.float64))
+    out, expected = GraphAttention.apply(*leaves, edges, 0.2), graph.reference(*wide, edges, 0.2)
+    dout = draw(*out.shape).to(dtype)
+    terms = graph.reference(inputs[0].double(), inputs[1].double(), inputs[2].double().abs(), edges, 0.2)
+    _check_close("out", out.detach(), expected.detach(), terms)
+    actual, known = torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, wide, dout.double())
+    rounding = ULP[dtype] * (1 + max(int(edges[1].bincount().max()) if E else 0, 1))  # of out, from which the gradient is computed
+    for name, own, other in zip(("source score", "destination score", "x"), actual, known):
+        _check_close(name, own, other, other.abs() + (rounding / 4e-6 if name != "x" else 1) * (C**0.5) * 4)
 
 
 # Query heads, KV heads, channels, tokens of a block, blocks of a table; window, soft cap, whether there are sinks.

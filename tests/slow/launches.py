@@ -6,7 +6,7 @@ from itertools import product
 import torch
 
 from hpcai.cli.bench.gpu_kernels import KERNELS, RandomInputs
-from hpcai.kernels import activations, float8_triton, fused_optimizer, gates, layernorm_triton, philox_triton, rotary
+from hpcai.kernels import activations, float8_triton, fused_optimizer, gates, graph_attention, layernorm_triton, philox_triton, rotary
 from hpcai.kernels.fused_optimizer_triton import run as run_update
 from hpcai.nn import BatchNorm, InstanceNorm
 
@@ -46,6 +46,9 @@ def calls(arch):
         forms = ((True, True), (True, False), (False, True)) if arch != "80" else ()  # an A100 has no FP8
         for form, dtype, scale in product(forms, (torch.float8_e4m3fn, torch.float8_e5m2), (None, torch.empty(()))):
             yield float8_triton.quantize, [matrix, dtype, *form, scale]
+        for shape in ((1024, 1024), (1024, 4, 128)):
+            scores = torch.empty(1024, 4).requires_grad_(), torch.empty(256, 4).requires_grad_()
+            yield graph_attention.graph_attention, [*scores, draw(*shape), torch.empty(2, 4096, dtype=INT64)]
     for kind, dtype in (("bits", INT64), ("uniform", FP64), ("uniform", FP32), ("normal", FP64), ("normal", FP32)):
         yield philox_triton.run, [kind, 7, 0, 0, torch.empty(99, dtype=dtype)]
         yield philox_triton.run, [kind, *torch.ones(3, 9, dtype=INT64), torch.empty(9, 99, dtype=dtype)]

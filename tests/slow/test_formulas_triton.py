@@ -46,6 +46,18 @@ for call in (
 print("all formulas")
 """
 
+GRAPH = """
+import torch
+from hpcai.kernels import graph_attention_triton
+from tests.slow import formulas
+for number, case in enumerate(formulas.GRAPHS):
+    graph_attention_triton.EDGES = (16, 4)[number % 2]
+    graph_attention_triton.WIDE = (1024, 16)[number % 2]
+    formulas.check_graph_attention(case, torch.float32, "cpu")
+formulas.check_graph_attention(formulas.GRAPHS[1], torch.bfloat16, "cpu")
+print("all formulas")
+"""
+
 # The interpreter truncates in casts to 8 bits, which have to round, and takes the smallest values of bfloat16 for 0. torch's casts
 # replace its casts here.
 FLOAT8 = """
@@ -453,6 +465,7 @@ PROGRAMS = {
     "batchnorm": (BATCHNORM, ("1", "8 examples 6"), ("9", "72 examples 36")),
     "decoder": (DECODER, ("some", "all formulas"), ("all", "all formulas")),
     "float8": (FLOAT8, ("some", "6 cases"), ("all", "24 cases")),
+    "graph attention": (GRAPH, ("", "all formulas")),
     "gates": (GATES, ("some", "7 cases"), ("all", "30 cases")),
     "layernorm": (LAYERNORM, ("some", "11 cases"), ("all", "42 cases")),
     "moe": (MOE, ("some", "18 cases"), ("all", "35 cases")),
