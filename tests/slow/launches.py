@@ -48,7 +48,7 @@ def calls(arch):
             yield float8_triton.quantize, [matrix, dtype, *form, scale]
         for shape in ((1024, 1024), (1024, 4, 128)):
             scores = torch.empty(1024, 4).requires_grad_(), torch.empty(256, 4).requires_grad_()
-            yield graph_attention.graph_attention, [*scores, draw(*shape), torch.empty(2, 4096, dtype=INT64)]
+            yield graph_attention.graph_attention, [*scores, draw(*shape), torch.zeros(2, 4096, dtype=INT64)]
     for kind, dtype in (("bits", INT64), ("uniform", FP64), ("uniform", FP32), ("normal", FP64), ("normal", FP32)):
         yield philox_triton.run, [kind, 7, 0, 0, torch.empty(99, dtype=dtype)]
         yield philox_triton.run, [kind, *torch.ones(3, 9, dtype=INT64), torch.empty(9, 99, dtype=dtype)]
