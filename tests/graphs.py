@@ -3,7 +3,6 @@
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,10 +13,10 @@ REFERENCE = load_json("rgat/outputs")
 EDGES = {key[6:].replace("__", "___"): edges for key, edges in load_arrays("rgat/graph").items() if key.startswith("edges/")}
 
 
-def write_reference_graph(folder: Path, **changes: Any) -> Path:
-    """Write the graph, with float32 features; ``changes``: other edges by relation."""
+def write_reference_graph(folder: Path) -> Path:
+    """Write the graph, with float32 features."""
     arrays = load_arrays("rgat/graph")
-    relations = {name: partial(iter, [changes.get(name, EDGES[name])]) for name in map("___".join, REFERENCE["relations"])}
+    relations = {name: partial(iter, [EDGES[name]]) for name in map("___".join, REFERENCE["relations"])}
     features = {name: partial(np.asarray, arrays[f"x/{name}"]) for name in REFERENCE["nodes"]}
     splits = {"train": np.arange(40), "validation": np.arange(40, 60)}
     options, labels = argparse.Namespace(out=folder, workers=1, command="test"), arrays["labels"]

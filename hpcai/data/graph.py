@@ -13,6 +13,7 @@ N nodes, E edges, F features, L hops, S seeds"""
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -45,7 +46,6 @@ class Graph:
 
     def __init__(self, folder: Path, mode: Literal["mapped", "memory"] = "mapped") -> None:
         self.folder, path = Path(folder), Path(folder) / "graph.json"
-        reader = Reader() if mode == "memory" else None
         self.header = header = read_object(path, "the header of a graph", DataError)
         with check_fields(path, "the header of a graph", DataError):
             self.nodes = {str(name): int(count) for name, count in header["nodes"].items()}
@@ -59,19 +59,19 @@ class Graph:
         if empty := [name for name, count in self.nodes.items() if count < 1]:
             raise DataError(f"{path}: type {empty[0]!r} has no node; leave it and its relations out")
         self.identity = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        self.indptr = {name: self._open(f"edges/{name}/indptr", "<i8", n + 1, reader) for name, (_, n) in ends.items()}
-        self.indices = {name: self._open(f"edges/{name}/indices", "<i4" if n < 1 << 31 else "<i8", self.edge_counts[name], reader)
-                        for name, (n, _) in ends.items()}  # fmt: skip
-        self.labels = self._open("labels", "<i4", targets, reader)
-        self.splits = {name: self._open(f"splits/{name}", "<i8", count, reader) for name, count in splits.items()}
+        with Reader() if mode == "memory" else nullcontext() as reader:
+            self.indptr = {name: self._open(f"edges/{name}/indptr", "<i8", n + 1, reader) for name, (_, n) in ends.items()}
+            kinds = {name: "<i4" if n < 1 << 31 else "<i8" for name, (n, _) in ends.items()}
+            self.indices = {n: self._open(f"edges/{n}/indices", kinds[n], count, reader) for n, count in self.edge_counts.items()}
+            self.labels = self._open("labels", "<i4", targets, reader)
+            self.splits = {name: self._open(f"splits/{name}", "<i8", count, reader) for name, count in splits.items()}
         for name in self.nodes:
             self.features(name)
         for name, indptr in self.indptr.items():
             if (bounds := (indptr[0], indptr[-1])) != (0, count := self.edge_counts[name]):
                 path = self.path(f"edges/{name}/indptr")
                 raise DataError(f"{path}: runs from {bounds[0]:,} to {bounds[1]:,}, expected 0 to {count:,}; {_REMEDY}")
-        if reader is not None:
-            reader.close()
+        if mode == "memory":
             self.check()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from hpcai.data.graph import Graph, draw, renumber, sample_neighbors
 from hpcai.errors import DataError
 from tests.graphs import EDGES, REFERENCE, write_reference_graph
 
+pytestmark = pytest.mark.usefixtures("no_leaks")
 SEEDS = np.array([3, 0, 17, 41, 59, 8])
 
 
