@@ -57,7 +57,7 @@ RGAT = App(  # about 90 training and 40 validation papers of three communities; 
     "rgat",
     simulator("igb", "--papers 160 --communities 3 --years 6 --features 8"),
     ["model.hidden=8", "model.heads=2", "model.dropout=0.0", "data.fan_out=[4,3]", "data.batch=8", "data.papers=2", "data.epoch=24",
-     "data.evaluation_batch=8", "data.pictures=40", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
+     "data.evaluation_batch=8", "data.pictures=29", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
      "step.schedule={decay: none, warmup: 0}"],
 )  # fmt: skip
 UNET3D = App(  # six training and three validation volumes of about 18 x 40 x 40 voxels
