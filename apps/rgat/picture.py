@@ -5,46 +5,32 @@ N papers, K classes, P papers of the graph
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 
+from hpcai.cli.report import classes
+from hpcai.cli.report.classes import MAX_CLASSES, Classified, calibrate, draw_reliability
 from hpcai.cli.report.picture import Finding, Table, arrays, format_measured
 from hpcai.cli.report.theme import WIDTH, Theme, escape_mathtext, panel_title
-from hpcai.errors import DataError
-from hpcai.models.resnet import calibration_error, fit_temperature
 
 FILE = "papers.npz"
 TITLE = "Communities of papers"
 HIGHER = ("accuracy",)
-MAX_CLASSES = 20                                         # of a matrix, and of the table
-BINS, LEAST = 10, 10                                     # bins of the calibration, and papers of a bin that is drawn
 UNCERTAIN = 0.2                                          # fraction of the papers in the matrix of crossings
 DRAWN = 5                                                # communities in the plot of shares
 
 
 @dataclass
-class Papers:
-    """Validation papers of known class with probabilities, and of simulated ones the truth of all papers of the graph."""
+class Papers(Classified):
+    """Validation papers of known class, and of simulated ones the truth of all papers of the graph."""
 
-    names: list[str]
-    true: np.ndarray                                     # [N]
-    raw: np.ndarray                                      # [N, K]
-    calibrated: np.ndarray                               # [N, K] each half with the temperature of the other
-    temperature: float
     numbers: np.ndarray                                  # [N] of the papers in the graph
     year: np.ndarray | None                              # [P]
     community: np.ndarray | None                         # [P]
     second: np.ndarray | None                            # [P] into which a paper crosses
     share: np.ndarray | None                             # [P] of the second community
-
-    @property
-    def predicted(self) -> np.ndarray:
-        return self.raw.argmax(1)
-
-    def accuracy(self) -> float:
-        return float((self.predicted == self.true).mean())
 
     def uncertain(self) -> np.ndarray:
         """Return the papers whose class is least certain, which may cross into a second one."""
@@ -73,17 +59,10 @@ class Papers:
 def read(path: Path) -> Papers:
     content = arrays(path, {"classes": "text K", "paper": "whole N", "true": "whole N", "logits": "real N K"})
     known = content["true"] >= 0
-    logits = torch.from_numpy(content["logits"][known].astype(float))
-    true = torch.from_numpy(content["true"][known].astype(np.int64))
-    if len(true) < 2 or not torch.isfinite(logits).all():
-        raise DataError(f"{len(true)} papers of known class, expected two or more with finite logits")
-    scaled = logits.clone()
-    for half, other in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
-        scaled[half] /= fit_temperature(logits[other], true[other])
     with np.load(path, allow_pickle=False) as file:
-        truth = [file[name] if (name := f"truth_{key}") in file else None for key in ("year", "community", "second", "share")]
-    return Papers(content["classes"].tolist(), true.numpy(), logits.softmax(1).numpy(), scaled.softmax(1).numpy(),
-                  fit_temperature(logits, true), content["paper"][known].astype(np.int64), *truth)  # fmt: skip
+        truth: dict[str, Any] = {key: file[name] if (name := f"truth_{key}") in file else None for key in ("year", "community", "second", "share")}
+    fields = calibrate(content["logits"][known], content["true"][known], "papers of known class")
+    return Papers(content["classes"].tolist(), **fields, numbers=content["paper"][known].astype(np.int64), **truth)
 
 
 def caption(results: Papers) -> str:
@@ -108,8 +87,8 @@ def finding(results: Papers) -> Finding:
 
 def draw(results: Papers, theme: Theme) -> list[Figure]:
     if results.share is None:
-        return [_draw_reliability(results, theme)]
-    return [*_draw_crossings(results, theme), _draw_shares(results, theme), _draw_reliability(results, theme)]
+        return [draw_reliability(results, "papers", theme)]
+    return [*_draw_crossings(results, theme), _draw_shares(results, theme), draw_reliability(results, "papers", theme)]
 
 
 def _draw_crossings(results: Papers, theme: Theme) -> list[Figure]:
@@ -151,31 +130,5 @@ def _draw_shares(results: Papers, theme: Theme) -> Figure:
     return figure
 
 
-def _draw_reliability(results: Papers, theme: Theme) -> Figure:
-    figure = Figure(figsize=(WIDTH, WIDTH * 0.75))
-    axes, true = figure.subplots(), torch.from_numpy(results.true)
-    axes.plot([0, 1], [0, 1], color=theme.ink, linewidth=1, label="perfect")
-    lines = (("predicted", theme.second), (f"with temperature {results.temperature:.2f}", theme.main))
-    for p, (name, color) in zip((results.raw, results.calibrated), lines):
-        confidence, correct = p.max(1), p.argmax(1) == results.true
-        bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
-        filled = [k for k, count in enumerate(np.bincount(bins)) if count >= LEAST]
-        x, y = ([values[bins == k].mean() for k in filled] for values in (confidence, correct))
-        error = 100 * calibration_error(torch.from_numpy(p), true)
-        axes.plot(x, y, marker="o", markersize=4, color=color, label=f"{name}: error {error:.1f} points")
-    axes.set(xlabel="probability of the predicted class", ylabel="fraction of correct ones", xlim=(0, 1.02), ylim=(0, 1.02))
-    axes.legend(loc="upper left", fontsize=8)
-    panel_title(axes, "Calibration", f"{len(results.true):,} papers", theme)
-    return figure
-
-
 def table(results: Papers) -> Table:
-    size = len(results.names)
-    right, true, predicted = (np.bincount(values, minlength=size) for values in
-                              (results.true[results.predicted == results.true], results.true, results.predicted))  # fmt: skip
-    order = np.argsort(right / np.maximum(true, 1), kind="stable")[:MAX_CLASSES]
-    rows = []
-    for k in order:
-        recall, precision = (f"{right[k] / count:.3f}" if count else "-" for count in (true[k], predicted[k]))
-        rows.append((results.names[k], f"{true[k]:,}", recall, precision))
-    return Table("Classes", "Those with the lowest recall first.", ("", "papers", "recall", "precision"), rows)
+    return classes.table(results, "papers")

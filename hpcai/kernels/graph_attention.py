@@ -14,7 +14,8 @@ from hpcai.kernels import triton_support
 
 def graph_attention(source_score: Tensor, destination_score: Tensor, x: Tensor, edges: Tensor, slope: float = 0.2) -> Tensor:
     """Return sum_j a_ij x_j over the edges j -> i, with a_ij the softmax over them of LeakyReLU(source_score_j +
-    destination_score_i); on CUDA by the kernels of ``graph_attention_triton``. Destinations without edges get 0. All sums are in a fixed order, also those of gradients.
+    destination_score_i); on CUDA by the kernels of ``graph_attention_triton``. Destinations without edges get 0. All sums are in a
+    fixed order, also those of gradients.
 
     ``edges``: sources and destinations, the latter ascending. The softmax has the dtype of the scores, the result that of ``x``.
     Shape: source_score [N, H], destination_score [M, H], x [N, H, C], or [N, C] for all heads, edges [2, E] -> [H, M, C]
@@ -86,7 +87,8 @@ class _GraphAttention(torch.autograd.Function):
                 rows.flatten(), grad.flatten(0, 1), first.flatten(), mode="sum", per_sample_weights=weights.flatten()
             )  # fmt: skip
             grad_x = grad_x.view(heads, sources, x.shape[-1]).transpose(0, 1) if x.ndim == 3 else grad_x
-        return reduce_segments(grad_e.index_select(0, order), by_source, "sum"), reduce_segments(grad_e, ends, "sum"), grad_x, None, None
+        sums = reduce_segments(grad_e.index_select(0, order), by_source, "sum"), reduce_segments(grad_e, ends, "sum")
+        return *sums, grad_x, None, None
 
 
 def segment_ends(ascending: Tensor, count: int) -> Tensor:

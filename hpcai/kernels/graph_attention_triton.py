@@ -108,7 +108,8 @@ class GraphAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source_score: Tensor, destination_score: Tensor, x: Tensor, edges: Tensor, slope: float) -> Tensor:
         count, heads = destination_score.shape
-        scores, x, (source, destination) = [s.float().contiguous() for s in (source_score, destination_score)], x.contiguous(), edges
+        scores, x = [s.float().contiguous() for s in (source_score, destination_score)], x.contiguous()
+        source, destination = edges
         ends, shape = segment_ends(destination, count), _shape(x, heads)
         a, out = scores[0].new_empty(len(source), heads), x.new_empty(heads, count, x.shape[-1])
         if count:

@@ -6,7 +6,16 @@ from itertools import product
 import torch
 
 from hpcai.cli.bench.gpu_kernels import KERNELS, RandomInputs
-from hpcai.kernels import activations, float8_triton, fused_optimizer, gates, graph_attention, layernorm_triton, philox_triton, rotary
+from hpcai.kernels import (
+    activations,
+    float8_triton,
+    fused_optimizer,
+    gates,
+    graph_attention,
+    layernorm_triton,
+    philox_triton,
+    rotary,
+)  # fmt: skip
 from hpcai.kernels.fused_optimizer_triton import run as run_update
 from hpcai.nn import BatchNorm, InstanceNorm
 

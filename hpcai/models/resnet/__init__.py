@@ -7,7 +7,8 @@ __getattr__, __all__ = attach(
     {
         ".config": ["MEAN", "STD", "ResNetConfig"],
         ".model": ["ResNet"],
-        ".objective": ["Batch", "loss", "score", "predictions", "calibration_error", "fit_temperature"],
+        ".objective": ["Batch", "loss", "score", "predictions"],
+        "hpcai.nn.calibration": ["calibration_error", "fit_temperature"],
         ".images": ["classify"],
         ".parallel": ["parallelize"],
         ".load": ["load_weights"],
