@@ -19,6 +19,7 @@ FILE = "papers.npz"
 TITLE = "Communities of papers"
 HIGHER = ("accuracy",)
 UNCERTAIN = 0.2                                          # fraction of the papers in the matrix of crossings
+TRUTH = "year", "community", "second", "share"           # of the papers of a simulation
 DRAWN = 5                                                # communities in the plot of shares
 
 
@@ -60,7 +61,7 @@ def read(path: Path) -> Papers:
     content = arrays(path, {"classes": "text K", "paper": "whole N", "true": "whole N", "logits": "real N K"})
     known = content["true"] >= 0
     with np.load(path, allow_pickle=False) as file:
-        truth: dict[str, Any] = {key: file[name] if (name := f"truth_{key}") in file else None for key in ("year", "community", "second", "share")}
+        truth: dict[str, Any] = {key: file.get(f"truth_{key}") for key in TRUTH}
     fields = calibrate(content["logits"][known], content["true"][known], "papers of known class")
     return Papers(content["classes"].tolist(), **fields, numbers=content["paper"][known].astype(np.int64), **truth)
 

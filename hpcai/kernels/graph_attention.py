@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hpcai.kernels import triton_support
+from hpcai.kernels.segments import reduce_segments, segment_ends
 
 
 def graph_attention(source_score: Tensor, destination_score: Tensor, x: Tensor, edges: Tensor, slope: float = 0.2) -> Tensor:
@@ -89,17 +90,6 @@ class _GraphAttention(torch.autograd.Function):
             grad_x = grad_x.view(heads, sources, x.shape[-1]).transpose(0, 1) if x.ndim == 3 else grad_x
         sums = reduce_segments(grad_e.index_select(0, order), by_source, "sum"), reduce_segments(grad_e, ends, "sum")
         return *sums, grad_x, None, None
-
-
-def segment_ends(ascending: Tensor, count: int) -> Tensor:
-    """Return where the rows of each of ``count`` numbers begin, and the end of the last.   [E] -> [count + 1]"""
-    return torch.searchsorted(ascending, torch.arange(count + 1, device=ascending.device))
-
-
-def reduce_segments(values: Tensor, ends: Tensor, mode: str) -> Tensor:
-    """Reduce the rows between ``ends``; 0 where there are none.   [E, H] -> [M, H]"""
-    rows = torch.arange(len(values), device=values.device)
-    return F.embedding_bag(rows, values, ends, mode=mode, include_last_offset=True)
 
 
 def _bags(source: Tensor, ends: Tensor, x: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcai.kernels.graph_attention import reduce_segments, segment_ends
+from hpcai.kernels.segments import reduce_segments, segment_ends
 
 WARPS, WIDE, EDGES = 4, 1024, 16  # channels of a tile of all heads; edges of which scores are read at once
 LOWEST = tl.constexpr(-1e30)  # below every score: without the NaN of infinities
