@@ -4,13 +4,13 @@ The plain form has a row for each sequence, padded to the length of packed rows,
 sequences of random tokens.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from apps.bert.data import FIELDS, PackedRows, build_loader, open_rows
+from apps.bert.data import FIELDS, PackedRows, build_loader, draw_masks, open_rows
 from apps.bert.settings import Config
 from hpcai.cli.benchmarks import Enabled, Switch, Workload, swap_classes
 from hpcai.data.collate import tree_zip
@@ -45,20 +45,13 @@ class Benchmark(Workload):
         return tokens, np.pad(lengths, (0, _MOST - count)).astype(np.int16), np.ones(width, np.float32)
 
     def collate(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
-        drawn = cfg.model_copy(update={"data": cfg.data.model_copy(update={"masks": "drawn"})})
-        source = PackedRows(cast(Any, _NoRows()), drawn)
-        rows = [source.transform(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
+        random = np.random.default_rng(0)
+        named = (dict(zip(self.fields, values)) for values in samples)
+        rows = [draw_masks(values, cfg.model.vocabulary, cfg.data.fraction, random) for values in named]
         return tree_zip(rows, lambda values: torch.from_numpy(np.stack(values)))
 
     def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
         return build_loader(PackedRows(open_rows(cfg, split, mesh), cfg), cfg.data.batch, cfg, mesh, **kwargs)
-
-
-class _NoRows:
-    metadata: dict[str, Any] = {}
-
-    def __len__(self) -> int:
-        return 0
 
 
 class _PaddedBert(Bert):

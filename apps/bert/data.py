@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from apps.bert.settings import Config
 from hpcai.data import Loader, Rows
-from hpcai.data.sampler import Balanced, Endless
+from hpcai.data.sampler import Balanced
 from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError, DataError
@@ -57,17 +57,23 @@ class PackedRows(Samples):
         self.vocabulary = _tokens(rows) or cfg.model.vocabulary
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
-        cfg, wide = self.cfg, {name: np.asarray(value, np.int64) for name, value in values.items() if name != "nats"}
-        tokens, lengths = wide["tokens"], wide["lengths"]
-        total = int(lengths.sum())
+        cfg, tokens, total = self.cfg, values["tokens"], int(values["lengths"].sum())
         if tokens.max() >= cfg.model.vocabulary or not 0 < total <= len(tokens):
             actual = f"token {tokens.max()} of {cfg.model.vocabulary}, {total} tokens in a row of {len(tokens)}"
             raise DataError(f"{self.describe(index)}: {actual}; make the data again with data_prep.bert, or set model.vocabulary")
         if cfg.data.masks == "stored":
-            return Batch(tokens, lengths, wide["masked"], wide["targets"], wide["types"], wide["next_sentence"])
-        random = np.random.default_rng([cfg.train.seed, int(self.held_out), 0 if self.held_out else epoch, index])
-        tokens, masked, targets = mask_tokens(tokens, lengths, self.vocabulary, cfg.data.fraction, random)
-        return Batch(tokens, lengths, masked, targets, baseline=values["nats"][masked[targets >= 0]].sum(dtype=np.float32))
+            names = "tokens", "lengths", "masked", "targets", "types", "next_sentence"
+            return Batch(*(np.asarray(values[name], np.int64) for name in names))
+        seed = [cfg.train.seed, int(self.held_out), 0 if self.held_out else epoch, index]
+        return draw_masks(values, self.vocabulary, cfg.data.fraction, np.random.default_rng(seed))
+
+
+def draw_masks(values: dict[str, Any], vocabulary: int, fraction: float, random: np.random.Generator) -> Batch:
+    """Return a row with masked tokens, without the first dim of ``Batch``."""
+    lengths = values["lengths"].astype(np.int64)
+    tokens, masked, targets = mask_tokens(values["tokens"].astype(np.int64), lengths, vocabulary, fraction, random)
+    baseline: Any = values["nats"][masked[targets >= 0]].sum(dtype=np.float32)
+    return Batch(*(cast(Any, x) for x in (tokens, lengths, masked, targets)), baseline=baseline)
 
 
 class Families(Samples):
@@ -87,11 +93,7 @@ def balanced_sampler(cfg: Config, rows: Rows) -> Balanced:
     lengths, model = rows.column("lengths").astype(float), cfg.model
     channels = 2 * model.width + model.inner  # products of a token with weights cost 2 C (2 C + C'), pairs of tokens 2 C each
     costs = lengths > 0 if cfg.data.balance == "sequences" else channels * lengths + lengths**2
-    sampler = Balanced(costs.sum(1), cfg.train.seed)
-    if cfg.data.epoch:
-        endless = Endless(len(rows), cfg.data.epoch, cfg.train.seed)
-        sampler.order, sampler.samples = endless.order, endless.samples  # type: ignore[method-assign]
-    return sampler
+    return Balanced(costs.sum(1), cfg.train.seed, samples=cfg.data.epoch)
 
 
 def build_loader(source: Samples, batch: int, cfg: Config, mesh: Mesh, **kwargs: Any) -> Loader:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from apps.resnet.settings import Config
 from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
-from hpcai.data.splits import Samples, make_loader, open_split
 from hpcai.dist import Mesh
 from hpcai.models.resnet import Batch, ResNet, loss, parallelize, score
 from hpcai.nn import BatchNorm, Conv2d
@@ -38,16 +37,6 @@ class Benchmark(Workload):
     def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
         pixels = random.integers(0, 256, (cfg.model.size, cfg.model.size, 3), np.uint8)
         return pixels, np.int32(random.integers(cfg.model.outputs))
-
-    def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        fields: Any = {"image": ("uint8", (None, None, 3)), "label": ("int32", ())}
-        rows = open_split(cfg.data.directory / split, fields, "", cfg.data, mesh)
-        return make_loader(_Decoded(rows), cfg.data.batch, cfg.data, mesh, **kwargs)
-
-
-class _Decoded(Samples):
-    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
-        return Batch(**values)
 
 
 class _Contiguous(ResNet):

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from apps.retinanet.settings import Config
 from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
-from hpcai.data.splits import Samples, make_loader, open_split
 from hpcai.dist import Mesh
 from hpcai.models.retinanet import Batch, RetinaNet, detections, loss, parallelize
 from hpcai.models.retinanet.model import Level
@@ -47,17 +46,6 @@ class Benchmark(Workload):
         size, labels = np.array(cfg.model.size), random.integers(cfg.model.outputs, size=_OBJECTS)
         corners = np.sort(random.random((_OBJECTS, 2, 2), np.float32) * size[::-1].astype(np.float32), 1)
         return random.integers(0, 256, (*size, 3), np.uint8), corners.reshape(-1, 4), labels, size, size, np.int64(0)
-
-    def loader(self, cfg: Config, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        sample = self.random_sample(cfg, np.random.default_rng(0))
-        fields: Any = {name: (str(value.dtype), value.shape) for name, value in zip(self.fields, sample)}
-        rows = open_split(cfg.data.directory / split, fields, "", cfg.data, mesh)
-        return make_loader(_Decoded(rows), cfg.data.batch, cfg.data, mesh, **kwargs)
-
-
-class _Decoded(Samples):
-    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
-        return Batch(**values)
 
 
 class _ReferenceFrozen(FrozenBatchNorm):

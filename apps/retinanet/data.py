@@ -10,7 +10,7 @@ import torch
 from apps.retinanet.settings import Config
 from hpcai.data import Rows
 from hpcai.data.image_files import mirror_boxes
-from hpcai.data.images import as_image, with_classes
+from hpcai.data.images import as_image, draw_mirror, with_classes
 from hpcai.data.splits import HELD_OUT, Samples, make_loader, open_loaders, open_split, training_kwargs
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
@@ -57,8 +57,7 @@ class Images(Samples):
         if not self.train:
             return False, False, False
         data, bits = self.cfg.data, np.random.PCG64([self.cfg.train.seed, epoch, index, _STREAM])
-        x, y, transpose = (np.random.Generator(bits).random(3) < 0.5).tolist()
-        return (x, y, transpose if data.flip else x != y) if data.rotate90 else (x and data.flip, False, False)
+        return draw_mirror(np.random.Generator(bits).random(3), data.flip, data.rotate90)
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         name, limit = self.describe(index), self.cfg.data.objects

@@ -29,6 +29,7 @@ from hpcai import config
 from hpcai.cli import apps
 from hpcai.data import Endless
 from hpcai.data.collate import tree_map
+from hpcai.data.splits import Samples, make_loader, open_split
 from hpcai.dist import Mesh
 from hpcai.dist.collectives import all_gather, all_reduce_
 from hpcai.dist.host import ManualGC
@@ -167,8 +168,12 @@ class Workload:
         raise NotImplementedError
 
     def loader(self, cfg: Any, mesh: Mesh, split: str, **kwargs: Any) -> Any:
-        """Return our Loader over the samples in ``cfg.data.directory``."""
-        raise NotImplementedError
+        """Return our Loader over the samples in ``cfg.data.directory``: by default those of ``random_sample``, as they are."""
+        sample = self.random_sample(cfg, np.random.default_rng(0))
+        fields: Any = {name: (str(value.dtype), value.shape) for name, value in zip(self.fields, sample)}
+        source = _Written(open_split(cfg.data.directory / split, fields, "", cfg.data, mesh))
+        source.batch = self.batch
+        return make_loader(source, cfg.data.batch, cfg.data, mesh, **kwargs)
 
     def collate(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
         return self.batch(*(torch.from_numpy(np.stack(column)) for column in zip(*samples)))
@@ -289,6 +294,13 @@ def swap_classes(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Mod
     for module in model.modules():
         if type(module) in classes:
             module.__class__ = classes[type(module)]
+
+
+class _Written(Samples):
+    batch: Callable[..., Any]
+
+    def transform(self, values: dict[str, Any], index: int, epoch: int) -> Any:
+        return self.batch(**values)
 
 
 class ReferenceBatchNorm(BatchNorm):

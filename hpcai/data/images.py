@@ -112,6 +112,13 @@ def resize_crop(image: "Image.Image", geometry: Geometry, size: int) -> NDArray[
     return np.ascontiguousarray(pixels.swapaxes(0, 1) if transpose else pixels)
 
 
+def draw_mirror(random: NDArray[np.float64], flip: bool, rotate90: bool) -> tuple[bool, bool, bool]:
+    """Return whether an image is flipped in x, in y, then transposed, from three numbers in [0, 1). ``flip``: In x, a half of them.
+    ``rotate90``: Rotate by multiples of 90 degrees."""
+    x, y, transpose = (random < 0.5).tolist()
+    return (x, y, transpose if flip else x != y) if rotate90 else (x and flip, False, False)
+
+
 class ImageSamples(Samples):
     """Images of one split: {"image": uint8 [S, S, 3], "label": int32}.
 
@@ -146,9 +153,7 @@ class ImageSamples(Samples):
             return Geometry((0, 0, height, width), (h, w), (corner[0], corner[1]))
         random = np.random.Generator(np.random.PCG64([self.seed, epoch, index, _STREAM])).random(4 * _ATTEMPTS + 3)
         box = random_resized_crop(height, width, random[:-3].reshape(_ATTEMPTS, 4).tolist(), self.scale, self.ratio)
-        x, y, transpose = (random[-3:] < 0.5).tolist()
-        mirror = (x, y, transpose if self.flip else x != y) if self.rotate90 else (x and self.flip, False, False)
-        return Geometry(box, (self.size, self.size), mirror=mirror)
+        return Geometry(box, (self.size, self.size), mirror=draw_mirror(random[-3:], self.flip, self.rotate90))
 
     def transform(self, values: dict[str, Any], index: int, epoch: int) -> dict[str, Any]:
         data, name = values["image"].tobytes(), self.describe(index)

@@ -258,13 +258,16 @@ class LargestFirst:
         return np.flatnonzero(self.owner[indices] == rank // self.group)
 
 
-class Balanced(Shuffled):
+class Balanced(Endless):
     """Load balancing: the samples of a batch are assigned to replicas so that sums of ``costs`` [N] are as even as possible.
-    ``equal``: all replicas take equally many samples, so that shapes are constant; otherwise only costs count."""
+    ``equal``: all replicas take equally many samples, so that shapes are constant; otherwise only costs count. ``samples`` of an
+    epoch: by default N."""
 
-    def __init__(self, costs: Sequence[float] | np.ndarray, seed: int = 0, *, equal: bool = True) -> None:
+    def __init__(
+        self, costs: Sequence[float] | np.ndarray, seed: int = 0, *, equal: bool = True, samples: int | None = None
+    ) -> None:
         self.costs, self.equal = _nonnegative("costs", costs), equal
-        super().__init__(len(self.costs), seed)
+        super().__init__(len(self.costs), samples or len(self.costs), seed)
 
     def assign(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         capacity = [len(split_range(len(indices), r, size)) if self.equal else len(indices) for r in range(size)]

@@ -125,3 +125,9 @@ def check_equal_weights(first: Path, second: Path, **tolerance: float) -> None:
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, **(tolerance or {"rtol": 0, "atol": 0}), msg=name)
+
+
+def blank_first_image(data: Path) -> None:
+    """Overwrite half of an encoded image of the training split."""
+    with h5py.File(min((data / "train").glob("*.h5")), "r+") as file:
+        file["image"][: file["bytes"][0] // 2] = 0
