@@ -238,7 +238,7 @@ class Conv2d(nn.Conv2d):
     gradient of the weights unwritten (torch 2.11 to 2.14).
     """
 
-    def forward(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, /) -> Tensor:
         """``weight``: in place of the parameters, with ``bias``.   [B, C, H, W] -> [B, O, H', W']"""
         weight, bias = (self.weight, self.bias) if weight is None else (weight, bias)
         dilated, narrow = self.groups > 1 and self.dilation != (1, 1), x.shape[3] < self.kernel_size[1]
