@@ -332,6 +332,8 @@ class _FastConv(torch.autograd.Function):
             dx = _winograd(dy, weight, None, [2 - p for p in conv_args[1]], flipped=True)
         elif need_input and ctx.pointwise and len(rows) >= 2 * max(weight.shape):
             dx = torch.mkldnn_convolution(dy, weight.transpose(0, 1), None, (0, 0), (1, 1), (1, 1), 1)
+        elif need_input and ctx.pointwise:
+            dx = (rows @ weight.flatten(1)).view(len(x), *x.shape[2:], -1).permute(0, 3, 1, 2)
         elif need_input:
             dx = gradients(torch.channels_last, [True, False, False])[0]
         if need_weight and ctx.winograd:
