@@ -11,8 +11,8 @@ from hpcai.kernels import triton_support
 
 
 def focal_loss(logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
-    """Return the focal loss of each anchor, summed over classes: cross entropy times (1 - pt)^gamma times alpha, or 1 - alpha for an
-    absent class; a negative alpha omits these. On CUDA by one kernel for each pass (``focal_loss_triton``).
+    """Return the focal loss of each anchor, summed over classes: cross entropy times (1 - pt)^gamma times alpha, or 1 - alpha for
+    an absent class; a negative alpha omits these. On CUDA by one kernel for each pass (``focal_loss_triton``).
 
     Shape: logits [..., K], labels [...] class, negative: none -> [...], in float32 or float64
     """

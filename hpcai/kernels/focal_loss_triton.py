@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of ``focal_loss``, in float32 arithmetic: the forward pass reads the logits once, the backward pass reads them again
-and writes their gradient.
+"""Triton kernels of ``focal_loss``, in float32 arithmetic: the forward pass reads the logits once, the backward pass reads them
+again and writes their gradient.
 
 For 3.8 million anchors of 264 classes in bf16 (32 images of 800 x 800) both move 6.2 GB; operations of torch move 167.
 """
@@ -96,5 +96,5 @@ def _launch(kernel: Any, tensors: list[Tensor], weights: tuple[float, float, flo
 def focal_loss(logits: Tensor, labels: Tensor, alpha: float, gamma: float) -> Tensor:
     """Return the sigmoid focal loss of each anchor in float32. Raises ValueError for labels of another shape."""
     if logits.shape[:-1] != labels.shape:  # a kernel would read past the end
-        raise ValueError(f"labels have shape {list(labels.shape)}, logits {list(logits.shape)}; expected labels {list(logits.shape[:-1])}")
+        raise ValueError(f"labels have shape {list(labels.shape)}; expected labels {list(logits.shape[:-1])}, as logits")
     return _FocalLoss.apply(logits, labels, alpha, gamma)

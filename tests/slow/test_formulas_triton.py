@@ -1,6 +1,6 @@
-"""Triton kernels in Triton's interpreter: those of LLMs (RMSNorm, rotary embeddings, SwiGLU), gates, focal loss, attention, optimizers, and the
-norms of layers, batches, groups and instances agree with their formulas; FP8 quantization and Philox equal their references. Tests
-on a GPU (tests/gpu) show that casts of the hardware round as in torch."""
+"""Triton kernels in Triton's interpreter: those of LLMs (RMSNorm, rotary embeddings, SwiGLU), gates, focal loss, attention,
+optimizers, and the norms of layers, batches, groups and instances agree with their formulas; FP8 quantization and Philox equal
+their references. Tests on a GPU (tests/gpu) show that casts of the hardware round as in torch."""
 
 import pytest
 

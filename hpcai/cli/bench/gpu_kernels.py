@@ -20,7 +20,8 @@ from hpcai import dist
 from hpcai.cli.bench import timing
 from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
-from hpcai.kernels import attention, float8, focal_loss, fused_optimizer, gates, layernorm, outer_product, philox, triangle_multiplication
+from hpcai.kernels import attention, float8, fused_optimizer, gates, layernorm, outer_product, philox, triangle_multiplication
+from hpcai.kernels import focal_loss as focal
 from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.grouped_mm import implementation, reference
 from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm, moe
@@ -325,7 +326,7 @@ KERNELS = [
         "focal", lambda draw, anchors, classes: [
             draw(anchors, classes, scale=3), torch.arange(anchors, device=draw.device) % (2 * classes) - classes,
         ],
-        focal_loss.focal_loss, focal_loss.reference,
+        focal.focal_loss, focal.reference,
     ),
     Kernel("paged_attention", _paged_inputs, paged.paged_attention, paged.reference, has_backward=False),
     _optimizer("adam", _adam, 2, torch=_torch_adam),
