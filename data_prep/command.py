@@ -278,8 +278,8 @@ class Convert:
 
     help: str
     settings: type[Settings]
-    plan: Callable[[argparse.Namespace], Plan]
-    add_arguments: Callable[[argparse.ArgumentParser], None]    # the sources, and options that are no settings
+    plan: Callable[[argparse.Namespace], Plan | None]
+    add_arguments: Callable[[argparse.ArgumentParser], object]  # the sources, and options that are no settings
     name: str = "convert"
 
 

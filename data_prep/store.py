@@ -314,7 +314,7 @@ def claim_folder(out: Path, recipe: dict[str, Any]) -> None:
         write_json(path, recipe)                # nothing was written with the previous settings
     elif keys:
         changed = [f"{key} {previous.get(key)} (now {recipe.get(key, 'no such setting')})" for key in keys]
-        advice = "choose a new folder" if any(out.rglob("*.h5")) else "delete it (no file is finished)"
+        advice = "choose a new folder" if any(out.rglob("*.h5")) or any(out.rglob("*.bin")) else "delete it (no file is finished)"
         raise ConfigError(f"{out}: was made with {', '.join(changed)}; {advice}, or repeat those settings")
 
 

@@ -9,6 +9,7 @@ preadv in threads releases the GIL, and keeps a disk as busy as io_uring does.
 
 import errno
 import logging
+import math
 import mmap
 import os
 import queue
@@ -232,6 +233,30 @@ class Reader(AbstractContextManager["Reader"]):
                 jobs += [job for o, edge in edges if edge.size for job in self._split_unaligned(path, o, edge)]
         self._run_jobs(jobs)
 
+    def read_rows(self, path: Path, starts: np.ndarray, into: np.ndarray, gap: int = 0) -> None:
+        """Fill row k of ``into`` from byte ``starts[k]``, ascending. Rows that share blocks, or have up to ``gap`` bytes between
+        them, are read at once.   [N] int64 -> [N, bytes] uint8, contiguous"""
+        size, unit = into.shape[1], 1 if self.mode == "buffered" else ALIGN
+        if not into.size:
+            return
+        step = max(self.block // unit, 1)
+        first, last = starts // unit, -(-(starts + size) // unit)
+        # Of exact rows each range is one of ``into``, too; others go through a buffer of the job.
+        exact = not gap and not (size % unit or (starts % unit).any() or into.ctypes.data % unit)
+        apart = np.append(True, first[1:] != last[:-1] if exact else first[1:] > last[:-1] + gap // unit)
+        opened = first[np.maximum.accumulate(np.where(apart, np.arange(len(starts)), 0))]
+        apart[1:] |= np.diff((first - opened) // step) != 0  # no read is much longer than a block
+        begin = np.flatnonzero(apart)
+        lengths = (last[np.append(begin[1:], len(starts)) - 1] - first[begin]) * unit
+        share = min(max(lengths.sum() // (4 * self._threads), 1 << 16), self.block)
+        cuts = np.flatnonzero(np.diff((np.cumsum(lengths) - lengths) // share, prepend=-1))
+        jobs = [
+            partial(self._read_ranges, path, starts[begin[a] : end], into[begin[a] : end], first[begin[a:b]] * unit,
+                    begin[a:b] - begin[a], lengths[a:b], exact)
+            for a, b, end in zip(cuts, [*cuts[1:], len(begin)], [*begin[cuts[1:]], len(starts)])
+        ]  # fmt: skip
+        self._run_jobs(jobs)
+
     def size(self, path: Path) -> int:
         """Return the size of a file in bytes. It stays open for later reads."""
         with self._files.use(path) as file:
@@ -270,6 +295,34 @@ class Reader(AbstractContextManager["Reader"]):
         bounce = self._local.bounce[: align_up(end) - first]
         self._read_block(path, first, bounce.data, end - first)
         np.copyto(into, bounce[offset - first : end - first])
+
+    def _read_ranges(
+        self, path: Path, starts: np.ndarray, into: np.ndarray, offsets: np.ndarray, begin: np.ndarray, lengths: np.ndarray,
+        exact: bool,
+    ) -> None:  # fmt: skip
+        """Read aligned ranges one after another, each with the rows from ``begin`` on: an interpreter's loop of one system call."""
+        size, ends = into.shape[1], np.append(begin[1:], len(starts))
+        needs = starts[ends - 1] + size - offsets
+        memory = into.reshape(-1) if exact else self.memory.allocate(int(lengths.sum()))
+        places, view, done = np.cumsum(lengths) - lengths, memory.data, 0
+        with self._files.use(path) as file:
+            for offset, place, length, need in zip(offsets.tolist(), places.tolist(), lengths.tolist(), needs.tolist()):
+                part = view[place : place + length]
+                try:
+                    count = self._preadv(file.descriptor, [part], offset)
+                except OSError:
+                    count = 0
+                if count < need:  # also the reads that fail: with its messages
+                    self._read_block(path, offset, part, need)
+                else:
+                    done += count
+        with self._lock:
+            self.transferred += done
+        if not exact:
+            shift = np.repeat(places - offsets, ends - begin) + starts
+            grain = math.gcd(size, *np.unique(shift % ALIGN).tolist(), ALIGN)
+            units, parts = memory[: memory.size // grain * grain].reshape(-1, grain), np.arange(size // grain)
+            np.take(units, shift[:, None] // grain + parts, 0, into.reshape(len(into), -1, grain), "clip")
 
     def _run_jobs(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run all jobs, the last one in this thread, which would otherwise only wait."""

@@ -85,9 +85,12 @@ def all_gather(output: Tensor, input: Tensor, axis: Axis) -> torch_dist.Work:
     return _all_gather_into_tensor(output, input, group=axis.group, async_op=True)
 
 
-def all_to_all(output: Tensor, input: Tensor, axis: Axis) -> torch_dist.Work:
-    """Start an all-to-all: the r-th of equal chunks of ``input`` goes to rank r; ``output`` holds the received chunks, by rank."""
-    return torch_dist.all_to_all_single(output, input, group=axis.group, async_op=True)
+def all_to_all(
+    output: Tensor, input: Tensor, axis: Axis, received: list[int] | None = None, sent: list[int] | None = None,
+) -> torch_dist.Work:  # fmt: skip
+    """Start an all-to-all: the r-th chunk of ``input`` goes to rank r; ``output`` holds the received chunks, by rank. Chunks are
+    equal, or have the sizes ``received`` and ``sent``."""
+    return torch_dist.all_to_all_single(output, input, received, sent, group=axis.group, async_op=True)
 
 
 class ReduceScatter:

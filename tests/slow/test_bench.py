@@ -207,7 +207,9 @@ def read_bench(folder: Path, part: str, *args: str) -> Rows:
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="no fio (make fio)")
 def test_the_direct_reader_is_as_fast_as_fio(tmp_path: Path) -> None:
-    retry(lambda rows: all(row["ours_over_fio"] >= 0.95 for row in rows), lambda: read_bench(tmp_path, "direct", "--gib", "1"))
+    for part, least in (("direct", 0.95), ("rows", 0.8)):
+        run = partial(read_bench, tmp_path, part, "--gib", "1")
+        retry(lambda rows, least=least: all(row["ours_over_fio"] >= least for row in rows), run)
 
 
 def test_samples_are_read_no_slower_than_by_peers_in_a_third_of_the_cpu_time_of_torch(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """``hpcai bench data [PART ...]``: measure the rate of reading samples from a disk, compared with other software.
 
     direct    our reader and fio: the same file, block sizes and reads in flight
+    rows      random rows of a file by id, and fio: the same block of the disk for each row
     peers     our Loader, torch's DataLoader over h5py, and h5py alone, with samples of 16.8 MB and of 56.6 MB
 
 Caches are cold at the start of each run. Runs of ours and of the others alternate; medians.
@@ -32,6 +33,7 @@ from hpcai.cli import make_parser
 from hpcai.cli.bench.timing import Row, machine_info, parse_parts, print_results
 from hpcai.cli.check.disk import evict
 from hpcai.data import Loader, Reader, Rows
+from hpcai.data.rows_file import RowsFile
 from hpcai.data.splits import Samples
 from hpcai.errors import HpcaiError
 
@@ -41,7 +43,7 @@ _SAMPLES: Sequence[tuple[Shape, str]] = (((128, 128, 128, 4), "int16"), ((768, 1
 
 
 def main(argv: Sequence[str]) -> int:
-    measure = {"direct": _direct, "peers": _peers}
+    measure = {"direct": _direct, "rows": _rows, "peers": _peers}
     parser = make_parser("bench data", __doc__, parts=", ".join(measure))
     args = parse_parts(parser, list(measure), argv)
     args.bytes = int(args.gib * GIB)
@@ -84,29 +86,72 @@ def _medians(clocks: Sequence[Any]) -> Row:
     }
 
 
-def _direct(folder: Path, args: Any) -> list[Row]:
-    if shutil.which("fio") is None:
-        return [{"left out": "fio is not installed (Debian: apt-get install fio)"}]
+@contextmanager
+def _write_random(folder: Path, args: Any) -> Iterator[tuple[Path, int]]:
+    """Yield a file of random bytes, and its size."""
     path, chunk = folder / "direct.bin", 64 * MIB
     size, random_bytes = args.bytes // chunk * chunk, np.random.default_rng(0).bytes(chunk)
     with path.open("wb") as file:
         for _ in range(size // chunk):
             file.write(random_bytes)
+    yield path, size
+    path.unlink()
+
+
+def _run_fio(path: Path, size: int, block: int, read: int, threads: int) -> _Clock:
+    command = [
+        "fio", "--name=read", f"--filename={path}", "--rw=randread", f"--bs={block}", "--direct=1", "--ioengine=psync",
+        "--thread", f"--numjobs={threads}", f"--size={size}", f"--io_size={read // threads}",
+        "--group_reporting", "--output-format=json", "--randrepeat=0", "--allow_file_create=0",
+    ]  # fmt: skip
+    (job,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["jobs"]
+    clock = _Clock(job["read"]["io_bytes"])
+    clock.mb_s = job["read"]["bw_bytes"] / 1e6
+    clock.cpu_s_gib = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 / (clock.size / GIB)
+    return clock
+
+
+def _rows(folder: Path, args: Any) -> list[Row]:
+    if shutil.which("fio") is None:
+        return [_NO_FIO]
+    rows, block = [], 4096
+    with _write_random(folder, args) as (path, size):
+        count, random = size // block // 16, np.random.default_rng(1)
+        for width in (2048, block):
+            fio_clocks, row_clocks = [], []
+            for _ in range(args.repeats):
+                fio_clocks.append(_run_fio(path, size, block, count * block, args.threads))
+                ids = np.sort(random.choice(size // block // 2, count, replace=False)) * (2 * block // width)  # none are adjacent
+                with Reader("direct", threads=args.threads) as reader:
+                    table = RowsFile(path, size // width, width, np.dtype(np.uint8), reader)
+                    into = reader.memory.allocate(count * width).reshape(count, width)
+                    into[:] = 0
+                    with _Clock(count * block) as clock:
+                        table.read(ids, into)
+                row_clocks.append(clock)
+            theirs, own = (statistics.median(clock.mb_s * 1e6 / block for clock in clocks) for clocks in (fio_clocks, row_clocks))
+            rows.append({"row_bytes": width, "threads": args.threads, "fio_reads_s": round(theirs), "ours_rows_s": round(own),
+                         "ours_over_fio": round(own / theirs, 2)})  # fmt: skip
+    return rows
+
+
+_NO_FIO = {"left out": "fio is not installed (Debian: apt-get install fio)"}
+
+
+def _direct(folder: Path, args: Any) -> list[Row]:
+    if shutil.which("fio") is None:
+        return [_NO_FIO]
+    with _write_random(folder, args) as (path, size):
+        return _read_samples(path, size, args)
+
+
+def _read_samples(path: Path, size: int, args: Any) -> list[Row]:
     rows = []
     for block, fetch in ((1 * MIB, 16 * MIB), (4 * MIB, 16 * MIB), (4 * MIB, 64 * MIB)):
         offsets = [int(offset) * fetch for offset in np.random.default_rng(1).permutation(size // fetch)]
         fio_clocks, reader_clocks = [], []
         for _ in range(args.repeats):
-            command = [
-                "fio", "--name=read", f"--filename={path}", "--rw=randread", f"--bs={block}", "--direct=1", "--ioengine=psync",
-                "--thread", f"--numjobs={args.threads}", f"--size={size}", f"--io_size={size // args.threads}",
-                "--group_reporting", "--output-format=json", "--randrepeat=0", "--allow_file_create=0",
-            ]  # fmt: skip
-            (job,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["jobs"]
-            clock = _Clock(job["read"]["io_bytes"])
-            clock.mb_s = job["read"]["bw_bytes"] / 1e6
-            clock.cpu_s_gib = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 / (clock.size / GIB)
-            fio_clocks.append(clock)
+            fio_clocks.append(_run_fio(path, size, block, size, args.threads))
             # As in a loader: two samples are requested at a time, by threads that also read.
             reader = Reader("direct", threads=max(args.threads - 2, 1), block=block)
             with reader, ThreadPoolExecutor(2) as pool, _Clock(size) as clock:
@@ -116,7 +161,6 @@ def _direct(folder: Path, args: Any) -> list[Row]:
         speeds = {f"{name}_{key}": value for name, row in (("fio", theirs), ("ours", own)) for key, value in row.items()}
         rows.append({"block_mib": block // MIB, "sample_mib": fetch // MIB, **speeds,
                      "ours_over_fio": round(own["mb_s"] / theirs["mb_s"], 2)})  # fmt: skip
-    path.unlink()
     return rows
 
 

@@ -25,7 +25,7 @@ def test_names_are_those_of_apps_and_shared_components(capsys: pytest.CaptureFix
     assert main(["bench", "chess"]) == 2 and "hpcai bench: there is no 'chess'; expected one of data" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name, parts", [("data", "direct, peers"), ("cosmoflow", "steps, memory")])
+@pytest.mark.parametrize("name, parts", [("data", "direct, rows, peers"), ("cosmoflow", "steps, memory")])
 def test_an_unknown_part_is_refused(name: str, parts: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main([name, "capturing"])
