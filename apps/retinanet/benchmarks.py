@@ -13,8 +13,9 @@ from apps.retinanet.settings import Config
 from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
 from hpcai.dist import Mesh
 from hpcai.models.retinanet import Batch, RetinaNet, detections, loss, parallelize
-from hpcai.models.retinanet.model import FrozenBatchNorm, Level
+from hpcai.models.retinanet.model import Level
 from hpcai.nn import BatchNorm, Conv2d
+from hpcai.nn.resnet import FrozenBatchNorm
 
 _OBJECTS = 8  # of an image
 
@@ -48,10 +49,12 @@ class Benchmark(Workload):
 
 
 class _ReferenceFrozen(FrozenBatchNorm):
+    def after(self, conv: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self(conv(x), residual)
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        weight, bias, mean, variance = (buffer[:, None, None] for buffer in self.buffers())
-        scale = weight * (variance + self.eps).rsqrt()
-        y = x * scale + (bias - mean * scale)
+        scale, shift = self.affine()
+        y = x * scale[:, None, None] + shift[:, None, None]
         y = y if residual is None else y + residual
         return y.relu() if self.relu else y
 

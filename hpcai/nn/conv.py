@@ -238,19 +238,20 @@ class Conv2d(nn.Conv2d):
     gradient of the weights unwritten (torch 2.11 to 2.14).
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, O, H', W']"""
+    def forward(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, /) -> Tensor:
+        """``weight``: in place of the parameters, with ``bias``.   [B, C, H, W] -> [B, O, H', W']"""
+        weight, bias = (self.weight, self.bias) if weight is None else (weight, bias)
         dilated, narrow = self.groups > 1 and self.dilation != (1, 1), x.shape[3] < self.kernel_size[1]
-        if (dilated or narrow) and on_cpu(x) and _in_bfloat16(self.weight):
-            return _in_float32(self._conv_forward, x, self.weight, self.bias)
+        if (dilated or narrow) and on_cpu(x) and _in_bfloat16(weight):
+            return _in_float32(self._conv_forward, x, weight, bias)
         fast = _is_fast_layer(self, x)
         if not self._is_product(x):
-            fast = fast and (self.dilation != (1, 1) or _is_winograd(x, self.weight, self.stride, self.padding))
-            return _FastConv.call(self, x, self.stride) if fast else super().forward(x)
+            fast = fast and (self.dilation != (1, 1) or _is_winograd(x, weight, self.stride, self.padding))
+            return _FastConv.call(self, x, weight, bias, self.stride) if fast else self._conv_forward(x, weight, bias)
         x = x[:, :, :: self.stride[0], :: self.stride[1]]
-        if fast and 2 * x[:, 0].numel() >= max(self.weight.shape):
-            return _FastConv.call(self, channels_last(x), (1, 1))
-        return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+        if fast and 2 * x[:, 0].numel() >= max(weight.shape):
+            return _FastConv.call(self, channels_last(x), weight, bias, (1, 1))
+        return F.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
 
     def _is_product(self, x: Tensor) -> bool:
         return (
@@ -268,7 +269,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         """[B, C, H, W] -> [B, O, H', W']"""
         if output_size is None and _is_fast_layer(self, x):
-            return _FastConv.call(self, x, self.stride)
+            return _FastConv.call(self, x, self.weight, self.bias, self.stride)
         return super().forward(x, output_size)
 
 
@@ -298,10 +299,10 @@ class _FastConv(torch.autograd.Function):
     """
 
     @staticmethod
-    def call(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor, stride: Triple) -> Tensor:
+    def call(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Triple) -> Tensor:
         transposed = isinstance(conv, nn.ConvTranspose2d)
         conv_args = (stride, conv.padding, conv.dilation, transposed, conv.output_padding, conv.groups)
-        return _FastConv.apply(x, conv.weight, conv.bias, conv_args)
+        return _FastConv.apply(x, weight, bias, conv_args)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv_args: tuple[Any, ...]) -> Tensor:
@@ -331,6 +332,8 @@ class _FastConv(torch.autograd.Function):
             dx = _winograd(dy, weight, None, [2 - p for p in conv_args[1]], flipped=True)
         elif need_input and ctx.pointwise and len(rows) >= 2 * max(weight.shape):
             dx = torch.mkldnn_convolution(dy, weight.transpose(0, 1), None, (0, 0), (1, 1), (1, 1), 1)
+        elif need_input and ctx.pointwise:
+            dx = (rows @ weight.flatten(1)).view(len(x), *x.shape[2:], -1).permute(0, 3, 1, 2)
         elif need_input:
             dx = gradients(torch.channels_last, [True, False, False])[0]
         if need_weight and ctx.winograd:

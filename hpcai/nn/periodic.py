@@ -62,8 +62,8 @@ class _CircularConv:
     circular_dims: tuple[int, ...] = ()
     """dims of its input [B, C, ...]"""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(circular_pad(x, self.circular_dims))  # type: ignore[misc]
+    def forward(self, x: Tensor, *params: Any) -> Tensor:
+        return super().forward(circular_pad(x, self.circular_dims), *params)  # type: ignore[misc]
 
 
 class PeriodicConv2d(_CircularConv, Conv2d):

@@ -5,7 +5,9 @@ B batch, C channels, O output channels, H W the image
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpcai.nn.batchnorm import BatchNorm
@@ -29,8 +31,8 @@ class BasicBlock(nn.Module):
         self.downsample = _projection(inputs, outputs, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        skip = x if self.downsample is None else self.downsample(x)
-        return self.bn2(self.conv2(self.bn1(self.conv1(x))), residual=skip)
+        skip = x if self.downsample is None else convolve(self.downsample[0], self.downsample[1], x)
+        return convolve(self.conv2, self.bn2, convolve(self.conv1, self.bn1, x), skip)
 
 
 class Bottleneck(nn.Module):
@@ -49,9 +51,47 @@ class Bottleneck(nn.Module):
         self.downsample = _projection(inputs, outputs, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        skip = x if self.downsample is None else self.downsample(x)
-        y = self.bn2(self.conv2(self.bn1(self.conv1(x))))
-        return self.bn3(self.conv3(y), residual=skip)
+        skip = x if self.downsample is None else convolve(self.downsample[0], self.downsample[1], x)
+        y = convolve(self.conv2, self.bn2, convolve(self.conv1, self.bn1, x))
+        return convolve(self.conv3, self.bn3, y, skip)
+
+
+def convolve(conv: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Return the norm of the convolution. One whose statistics are frozen is part of the weights."""
+    return norm.after(conv, x, residual) if isinstance(norm, FrozenBatchNorm) else norm(conv(x), residual=residual)
+
+
+class FrozenBatchNorm(nn.Module):
+    """Batch normalisation with frozen statistics and weights, then ``+ residual``, then a rectifier, in float32 or wider.
+
+    ``after(conv, x)`` is that of a convolution, whose weights it scales: it costs no pass over the maps.   [B, C, H, W]
+    """
+
+    def __init__(self, channels: int, relu: bool = False, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.relu, self.eps = relu, eps
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
+
+    def affine(self) -> tuple[Tensor, Tensor]:
+        """Return the factor of each channel and what is added to it.   [C] twice"""
+        weight, bias, mean, variance = (x if x.dtype == torch.float64 else x.float() for x in self.buffers())
+        scale = weight * (variance + self.eps).rsqrt()
+        return scale, bias - mean * scale
+
+    def after(self, conv: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[B, C, H, W] -> [B, O, H', W']"""
+        scale, shift = self.affine()
+        y = conv(x, conv.weight * scale[:, None, None, None], shift)
+        return self._activate(y, residual)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        scale, shift = (values[:, None, None] for values in self.affine())
+        return self._activate((x * scale).add_(shift).to(x.dtype), residual)
+
+    def _activate(self, y: Tensor, residual: Tensor | None) -> Tensor:
+        y = y if residual is None else y.add_(residual)
+        return y.relu_() if self.relu else y
 
 
 def _projection(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential | None:
@@ -91,7 +131,7 @@ class ResNetBody(nn.Module):
 
     def features(self, x: Tensor) -> list[Tensor]:
         """Return the output of each stage.   [B, C, H, W]"""
-        x, result = self.maxpool(self.bn1(self.conv1(x))), []
+        x, result = self.maxpool(convolve(self.conv1, self.bn1, x)), []
         for stage in range(1, len(self.widths) + 1):
             x = self.get_submodule(f"layer{stage}")(x)
             result.append(x)

@@ -82,6 +82,8 @@ def test_the_kernels_of_norms_gates_experts_and_attention_are_their_formulas(of:
     for kind in (torch.float32, torch.bfloat16):
         for case in formulas.GATES:
             formulas.check_gate(case, kind, GPU)
+        for focal in formulas.FOCAL:
+            formulas.check_focal_loss(focal, kind, GPU)
         formulas.check_glu_halves(kind, GPU)
 
 

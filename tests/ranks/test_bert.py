@@ -9,7 +9,7 @@ import torch
 from hpcai import dist
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
-from hpcai.models.bert import Batch, Bert, BertConfig, counted, loss, parallelize, score
+from hpcai.models.bert import Batch, Bert, BertConfig, attention_maps, counted, loss, parallelize, score
 from hpcai.nn.lm_head import IGNORE_INDEX
 from hpcai.settings import StepConfig
 from hpcai.train import Step, seeds
@@ -46,7 +46,9 @@ def run(mesh: Mesh, precision: str = "fp64") -> tuple[Shards, list[float]]:
         step(own, 1e-2)
     with torch.no_grad():
         scores: Any = score(step.model.eval(), own)
-    return local_shards(step), [float(x) for name in ("mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy") for x in scores[name]]
+        scores["maps"] = [attention_maps(step.model, own)["attention"].flatten(2).double().square().sum((0, 2))]
+    names = "mlm_loss", "mlm_accuracy", "nsp_loss", "nsp_accuracy", "maps"
+    return local_shards(step), [float(x) for name in names for values in scores[name] for x in values.reshape(-1)]
 
 
 @pytest.mark.parametrize("sizes", [{"replicate": 2}, {"replicate": 4}, {"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}])

@@ -10,21 +10,6 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models import llm
-from hpcai.models.llm import (
-    LLM,
-    ActorCritic,
-    Critic,
-    EngineConfig,
-    LLMConfig,
-    Network,
-    Prompt,
-    RewardConfig,
-    Rewards,
-    RolloutConfig,
-    Rollouts,
-    SamplingConfig,
-    Tokenizer,
-)
 from hpcai.nn.deferred_init import deferred, materialize
 from hpcai.settings import CheckpointConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
 from hpcai.train import Run, Step, evaluate, fit
@@ -33,8 +18,8 @@ from tests.ranks.launch import on_ranks
 from tests.ranks.shards import check_equal, gather_full
 from tests.ranks.training import training_state
 
-BYTES = Tokenizer.byte_level()
-PROMPTS = [Prompt(f"{n}" * (1 + n % 3), BYTES.encode(f"{n}" * (1 + n % 3)), {}) for n in range(8)]
+BYTES = llm.Tokenizer.byte_level()
+PROMPTS = [llm.Prompt(f"{n}" * (1 + n % 3), BYTES.encode(f"{n}" * (1 + n % 3)), {}) for n in range(8)]
 STEPS = 5
 
 
@@ -42,9 +27,9 @@ def count_low(prompts: list[str], completions: list[str]) -> list[float]:
     return [sum(letter < "d" for letter in text) / 5 for text in completions]
 
 
-def network(mesh: Mesh, seed: int, kind: type[LLM] = LLM) -> Any:
+def network(mesh: Mesh, seed: int, kind: type[llm.LLM] = llm.LLM) -> Any:
     with deferred(seed):
-        model = llm.parallelize(kind(LLMConfig(**LLAMA | {"vocabulary": 257})), mesh)
+        model = llm.parallelize(kind(llm.LLMConfig(**LLAMA | {"vocabulary": 257})), mesh)
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.2)
     return model
@@ -53,11 +38,11 @@ def network(mesh: Mesh, seed: int, kind: type[LLM] = LLM) -> Any:
 def trained(mesh: Mesh, method: str) -> tuple[Any, Any]:
     policy = network(mesh, 0)
     if method == "ppo":
-        return ActorCritic(policy, network(mesh, 1, Critic), 0.1), None
+        return llm.ActorCritic(policy, network(mesh, 1, llm.Critic), 0.1), None
     return policy, llm.build_pipeline(policy, mesh)
 
 
-def new_rollouts(mesh: Mesh, method: str, staleness: int, shard: str, directory: str = "") -> Rollouts:
+def new_rollouts(mesh: Mesh, method: str, staleness: int, shard: str, directory: str = "") -> llm.Rollouts:
     def real(model: Any) -> Any:
         return materialize(model, "cpu", dtype=torch.float64).requires_grad_(False).eval()
 
@@ -67,19 +52,19 @@ def new_rollouts(mesh: Mesh, method: str, staleness: int, shard: str, directory:
     settings = StepConfig(precision="fp64", lr=0.02, clip=1.0, accumulate=2, eps=1e-5, **cfg)
     step = Step(model, loss, settings, mesh, pipeline=pipeline)
     generator, frozen = None, network(mesh, 2)
-    reference = Network(real(frozen) if mesh["pipeline"].size == 1 else frozen, llm.build_pipeline(frozen, mesh))
+    reference = llm.Network(real(frozen) if mesh["pipeline"].size == 1 else frozen, llm.build_pipeline(frozen, mesh))
     if mesh["pipeline"].size > 1:
         real(frozen)
     if staleness or (shard == "weights" and mesh["replicate"].size > 1):
         copy, stages = trained(mesh, method)
-        generator = Network(mesh.background_copy(real(copy)) if staleness else real(copy), stages)
-        reference = Network(mesh.background_copy(reference.model), reference.pipeline) if staleness else reference
-    sampling = SamplingConfig(temperature=0.9, most=6)
+        generator = llm.Network(mesh.background_copy(real(copy)) if staleness else real(copy), stages)
+        reference = llm.Network(mesh.background_copy(reference.model), reference.pipeline) if staleness else reference
+    sampling = llm.SamplingConfig(temperature=0.9, most=6)
     kwargs: Any = {"scale_rewards": "batch", "staleness": staleness, "sampling": sampling, "validation": sampling}
-    engine = EngineConfig(max_num_seqs=3, block_size=4)
-    sizes = RolloutConfig(prompts=4, num_generations=2, num_mini_batches=2, sizes=engine, **kwargs)
-    return Rollouts(
-        step, PROMPTS, Rewards(RewardConfig(), count_low), sizes, BYTES, method=method, stop=[256, 97], generator=generator,
+    engine = llm.EngineConfig(max_num_seqs=3, block_size=4)
+    sizes = llm.RolloutConfig(prompts=4, num_generations=2, num_mini_batches=2, sizes=engine, **kwargs)
+    return llm.Rollouts(
+        step, PROMPTS, llm.Rewards(llm.RewardConfig(), count_low), sizes, BYTES, method=method, stop=[256, 97], generator=generator,
         reference=reference, directory=Path(directory) if directory else None,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.kernels import float8, float8_triton, gates_triton, layernorm_triton, rotary_triton
+from hpcai.kernels import float8, float8_triton, focal_loss, focal_loss_triton, gates_triton, layernorm_triton, rotary_triton
 from hpcai.kernels import graph_attention as graph
 from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.float8_formats import MAX_EXPONENT
@@ -197,6 +197,31 @@ def check_glu_halves(dtype: torch.dtype, device: str) -> None:
         assert out.is_contiguous() and torch.equal(out, expected)
         (grad,) = torch.autograd.grad(out, xg, dy)
         assert grad.is_contiguous() and torch.equal(grad, torch.cat(torch.autograd.grad(expected, (x, g), dy), 1))
+
+
+# Shapes of logits, alpha and gamma.
+FOCAL = ((3, 41, 91), 0.25, 2.0), ((130, 64), 0.25, 2.0), ((2, 5, 3, 9, 24), -1.0, 1.5), ((7, 1), 0.5, 0.0), ((0, 8), 0.25, 2.0)
+
+
+def check_focal_loss(case: tuple[tuple[int, ...], float, float], dtype: torch.dtype, device: str) -> None:
+    """Check logits of 4 standard deviations, of which some are 100 and -100."""
+    shape, *options = case
+    draw = _seeded_randn(device)
+    logits, dloss = (4 * draw(*shape)).to(dtype), draw(*shape[:-1])
+    labels = (draw(*shape[:-1]).mul_(shape[-1]).long() % (2 * shape[-1])) - shape[-1]  # half of them negative
+    logits.view(-1)[::7], logits.view(-1)[1::13] = 100, -100
+
+    def run(function: Callable[..., Tensor], x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        loss = function(x, labels, *options)
+        return loss.detach(), torch.autograd.grad(loss, x, grad)[0]
+
+    loss, grad = results = run(focal_loss_triton.focal_loss, logits, dloss)
+    assert not logits.is_cuda or all(map(torch.equal, results, run(focal_loss_triton.focal_loss, logits, dloss)))
+    assert loss.dtype == torch.float32 and grad.dtype == dtype
+    expected, slope = run(focal_loss.reference, logits.double(), dloss.double())
+    _check_close("loss", loss, expected, expected + shape[-1])
+    _check_close("grad", grad, slope, slope.abs() + dloss.abs()[..., None])
 
 
 RMS_NORM_SHAPES = (3, 33, 128), (128, 64), (5, 384), (2, 19, 23), (70, 1), (2,), (0, 16), (3, 8192), (9, 5120)

@@ -13,24 +13,7 @@ import torch
 from torch import Tensor
 
 from hpcai.dist.mesh import Mesh
-from hpcai.models.llm import (
-    LLM,
-    Batch,
-    Engine,
-    EngineConfig,
-    LLMConfig,
-    Prompt,
-    Request,
-    RewardConfig,
-    Rewards,
-    RolloutConfig,
-    Rollouts,
-    SamplingConfig,
-    Tokenizer,
-    complete,
-    loss,
-    policy_loss,
-)
+from hpcai.models import llm
 from hpcai.models.llm.engine.quantization import QuantizedLayers
 from hpcai.models.llm.families import hub_config
 from hpcai.models.llm.gathered import override_attributes
@@ -47,7 +30,7 @@ def test_texts_of_unequal_lengths_end_sooner_than_in_batches(quiet_hugging_face:
     4 % of empty entries."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: its generate is NOT compared")
     torch.manual_seed(0)
-    model, draw = LLM(LLMConfig(**SIZES)).eval(), random.Random(0)
+    model, draw = llm.LLM(llm.LLMConfig(**SIZES)).eval(), random.Random(0)
     peer = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hub_config(model.cfg, torch.float32)))
     lengths = [min(768, int(8 * draw.paretovariate(0.8))) for _ in range(TEXTS)]
     prompts = [[draw.randrange(1, 2048) for _ in range(draw.randrange(16, 128))] for _ in range(TEXTS)]
@@ -55,7 +38,7 @@ def test_texts_of_unequal_lengths_end_sooner_than_in_batches(quiet_hugging_face:
 
     def in_batches() -> None:
         for batch in batches:
-            complete(model, prompts[batch], SamplingConfig(most=max(lengths[batch])))
+            llm.complete(model, prompts[batch], llm.SamplingConfig(most=max(lengths[batch])))
 
     def by_transformers() -> None:
         for batch in batches:
@@ -67,9 +50,9 @@ def test_texts_of_unequal_lengths_end_sooner_than_in_batches(quiet_hugging_face:
                 peer.eval().generate(ids, do_sample=False, **kwargs)
 
     def by_engine(texts: int) -> float:
-        engine, empty, used = Engine(model, EngineConfig(max_num_seqs=texts)), 0, 0
+        engine, empty, used = llm.Engine(model, llm.EngineConfig(max_num_seqs=texts)), 0, 0
         for prompt, length in zip(prompts, lengths):
-            engine.add(Request(prompt, SamplingConfig(most=length)))
+            engine.add(llm.Request(prompt, llm.SamplingConfig(most=length)))
         while engine.unfinished:
             engine.step()
             running = engine.schedulers[0].running
@@ -89,17 +72,18 @@ def test_texts_of_unequal_lengths_end_sooner_than_in_batches(quiet_hugging_face:
 def test_generation_takes_less_of_an_iteration_of_grpo_by_the_engine() -> None:
     """16 prompts with 8 answers each, whose lengths are geometric: 256 tokens on average, 448 at most. Random weights."""
     torch.manual_seed(0)
-    tokenizer = Tokenizer.byte_level()
-    model = LLM(LLMConfig(vocabulary=257, width=256, layers=4, heads=4, inner=688, positions=512))
-    step = Step(model.train(), policy_loss, StepConfig(lr=1e-5, accumulate=16), Mesh({}))
-    prompts = [Prompt(text, tokenizer.encode(text), {}) for text in (f"question {n}: " for n in range(16))]
-    sampling = SamplingConfig(temperature=1.0, most=448)
-    cfg = RolloutConfig(prompts=16, num_generations=8, sampling=sampling, sizes=EngineConfig(max_num_seqs=32), pad_to=64)
-    reward = Rewards(RewardConfig(), lambda prompts, completions: [len(text) % 2 for text in completions])
-    batches = Rollouts(step, prompts, reward, cfg, tokenizer, stop=[256])
+    tokenizer = llm.Tokenizer.byte_level()
+    model = llm.LLM(llm.LLMConfig(vocabulary=257, width=256, layers=4, heads=4, inner=688, positions=512))
+    step = Step(model.train(), llm.policy_loss, StepConfig(lr=1e-5, accumulate=16), Mesh({}))
+    prompts = [llm.Prompt(text, tokenizer.encode(text), {}) for text in (f"question {n}: " for n in range(16))]
+    sampling = llm.SamplingConfig(temperature=1.0, most=448)
+    cfg = llm.RolloutConfig(prompts=16, num_generations=8, sampling=sampling, sizes=llm.EngineConfig(max_num_seqs=32), pad_to=64)
+    reward = llm.Rewards(llm.RewardConfig(), lambda prompts, completions: [len(text) % 2 for text in completions])
+    batches = llm.Rollouts(step, prompts, reward, cfg, tokenizer, stop=[256])
     inputs, seeds = [prompt.tokens for prompt in prompts for _ in range(8)], [*range(128)]
     engine = _seconds(lambda: batches._generate(inputs, sampling, seeds))
-    static = _seconds(lambda: [complete(model, inputs[n : n + 32], sampling, [256], seeds[n : n + 32]) for n in range(0, 128, 32)])
+    batches_of_32 = [slice(n, n + 32) for n in range(0, 128, 32)]
+    static = _seconds(lambda: [llm.complete(model, inputs[each], sampling, [256], seeds[each]) for each in batches_of_32])
     iteration = _seconds(lambda: step(next(iter(batches.epoch(0)))))
     shares = [seconds / (iteration - engine + seconds) for seconds in (static, engine)]
     print(f"\nan iteration {iteration:.1f} s, generation {static:.1f} -> {engine:.1f} s, shares {shares[0]:.2f} -> {shares[1]:.2f}")
@@ -109,12 +93,12 @@ def test_generation_takes_less_of_an_iteration_of_grpo_by_the_engine() -> None:
 def test_few_texts_decode_faster_with_quantized_weights() -> None:
     """8 layers of 1,024 channels in bfloat16 on one thread: prompts of 8 tokens and 48 new ones."""
     torch.manual_seed(0)
-    model = LLM(LLMConfig(vocabulary=2048, width=1024, layers=8, heads=16, inner=2816, positions=64)).bfloat16().eval()
+    model = llm.LLM(llm.LLMConfig(vocabulary=2048, width=1024, layers=8, heads=16, inner=2816, positions=64)).bfloat16().eval()
     kinds: Any = ("none", "int8", "int4")
-    engines = {kind: Engine(model, EngineConfig(max_num_seqs=8, quantization=kind)) for kind in kinds}
+    engines = {kind: llm.Engine(model, llm.EngineConfig(max_num_seqs=8, quantization=kind)) for kind in kinds}
     times: dict[tuple[str, int], list[float]] = {}
     for _, (kind, texts) in product(range(5), product(kinds, (1, 8))):
-        requests = [Request([*range(text, text + 8)], SamplingConfig(most=48)) for text in range(texts)]
+        requests = [llm.Request([*range(text, text + 8)], llm.SamplingConfig(most=48)) for text in range(texts)]
         seconds = _seconds(lambda: [*engines[kind].run(requests)])  # noqa: B023
         times.setdefault((kind, texts), []).append(seconds / 48 * 1000)
     milliseconds = {key: median(values) for key, values in times.items()}
@@ -129,19 +113,19 @@ def test_quantized_weights_of_a_trained_model_change_its_loss_little() -> None:
     text = b"".join(path.read_bytes() for path in sorted((Path(__file__).parents[2] / "docs").glob("*.md")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     training, held_out = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :][: 64 * 129].view(64, 129)
-    model = LLM(LLMConfig(vocabulary=256, width=192, layers=4, heads=6, inner=512, positions=128))
+    model = llm.LLM(llm.LLMConfig(vocabulary=256, width=192, layers=4, heads=6, inner=512, positions=128))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
     for step in range(400):
         optimizer.param_groups[0]["lr"] = 4e-3 * min(step / 30, 1 - step / 400)
         rows = torch.stack([training[at : at + 129] for at in torch.randint(len(training) - 129, (8,))])
         optimizer.zero_grad()
-        (loss(model, Batch(rows))["loss"][0] / rows[:, 1:].numel()).backward()
+        (llm.loss(model, llm.Batch(rows))["loss"][0] / rows[:, 1:].numel()).backward()
         optimizer.step()
     full, cross_entropy = _evaluate(model.eval(), held_out)
     print(f"\nloss {cross_entropy:.4f} nats a byte")
     errors = []
     for kind, group in (("int4", 192), ("int4", 64), ("int4", 32), ("int8", 192)):
-        cfg: Any = EngineConfig(quantization=kind, quantization_group_size=group)
+        cfg: Any = llm.EngineConfig(quantization=kind, quantization_group_size=group)
         with override_attributes(QuantizedLayers(model, cfg).refresh()):
             logits, other = _evaluate(model, held_out)
         errors.append(float((logits - full).norm() / (full - full.mean((0, 1))).norm()))
@@ -151,7 +135,7 @@ def test_quantized_weights_of_a_trained_model_change_its_loss_little() -> None:
 
 
 @torch.no_grad()
-def _evaluate(model: LLM, rows: Tensor) -> tuple[Tensor, float]:
+def _evaluate(model: llm.LLM, rows: Tensor) -> tuple[Tensor, float]:
     """Return logits and the cross entropy of a token, in nats."""
     logits = model(rows[:, :-1])
     return logits, float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))

@@ -1,6 +1,6 @@
-"""Triton kernels in Triton's interpreter: those of LLMs (RMSNorm, rotary embeddings, SwiGLU), gates, attention, optimizers, and the
-norms of layers, batches, groups and instances agree with their formulas; FP8 quantization and Philox equal their references. Tests
-on a GPU (tests/gpu) show that casts of the hardware round as in torch."""
+"""Triton kernels in Triton's interpreter: those of LLMs (RMSNorm, rotary embeddings, SwiGLU), gates, focal loss, attention,
+optimizers, and the norms of layers, batches, groups and instances agree with their formulas; FP8 quantization and Philox equal
+their references. Tests on a GPU (tests/gpu) show that casts of the hardware round as in torch."""
 
 import pytest
 
@@ -136,6 +136,18 @@ x, g, mask = formulas.GATES["triangles, incoming"](torch.randn)
 plan = fused._plan(x, g, mask)
 assert plan.x is x and plan.g is g, "only the mask is copied"
 print(number + 1, "cases")
+"""
+
+FOCAL = """
+import itertools, pytest, sys, torch
+from hpcai.kernels import focal_loss_triton
+from tests.slow import formulas
+cases = list(itertools.product(formulas.FOCAL, (torch.float32, torch.bfloat16)))[:: 1 if sys.argv[1] == "all" else 3]
+for case, dtype in cases:
+    formulas.check_focal_loss(case, dtype, "cpu")
+with pytest.raises(ValueError, match="expected labels"):
+    focal_loss_triton.focal_loss(torch.ones(3, 8), torch.zeros(4).long(), 0.25, 2.0)
+print(len(cases), "cases")
 """
 
 LAYERNORM = """
@@ -465,6 +477,7 @@ PROGRAMS = {
     "batchnorm": (BATCHNORM, ("1", "8 examples 6"), ("9", "72 examples 36")),
     "decoder": (DECODER, ("some", "all formulas"), ("all", "all formulas")),
     "float8": (FLOAT8, ("some", "6 cases"), ("all", "24 cases")),
+    "focal loss": (FOCAL, ("some", "4 cases"), ("all", "10 cases")),
     "graph attention": (GRAPH, ("", "all formulas")),
     "gates": (GATES, ("some", "7 cases"), ("all", "30 cases")),
     "layernorm": (LAYERNORM, ("some", "11 cases"), ("all", "42 cases")),

@@ -21,6 +21,7 @@ from hpcai.cli.bench import timing
 from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
 from hpcai.kernels import attention, float8, fused_optimizer, gates, layernorm, outer_product, philox, triangle_multiplication
+from hpcai.kernels import focal_loss as focal
 from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.grouped_mm import implementation, reference
 from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm, moe
@@ -320,6 +321,12 @@ KERNELS = [
         "grouped_mm", _grouped_mm_inputs, lambda x, matrices, ends: implementation(x, x.dtype)(x, matrices, ends, x.dtype),
         lambda x, matrices, ends: reference(x, matrices, ends, x.dtype),
         {"torch": lambda x, matrices, ends: F.grouped_mm(x, matrices, offs=ends)}, lambda inputs, both: 0, has_backward=False,
+    ),
+    Kernel(
+        "focal", lambda draw, anchors, classes: [
+            draw(anchors, classes, scale=3), torch.arange(anchors, device=draw.device) % (2 * classes) - classes,
+        ],
+        focal.focal_loss, focal.reference,
     ),
     Kernel("paged_attention", _paged_inputs, paged.paged_attention, paged.reference, has_backward=False),
     _optimizer("adam", _adam, 2, torch=_torch_adam),

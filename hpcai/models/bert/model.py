@@ -21,6 +21,7 @@ from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.lm_head import IGNORE_INDEX, LMHead
 from hpcai.nn.matmul import fused_linear
 from hpcai.nn.recompute import cheap, run_block
+from hpcai.nn.seam import Seam
 from hpcai.nn.weights import PretrainedMixin
 
 
@@ -46,6 +47,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim, self.dropout = cfg.width // cfg.heads, cfg.attention_dropout
         self.query, self.key, self.value = (nn.Linear(cfg.width, cfg.width) for _ in range(3))
+        self.every_head = Seam()  # maps of this rank's heads [B, H/n, T, T] -> those of all
 
     def heads(self, x: Tensor) -> list[Tensor]:
         """Return queries, keys and values.   [N, C] -> [N, H, D] each"""

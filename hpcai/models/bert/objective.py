@@ -89,8 +89,7 @@ def _nsp_loss(logits: Tensor, labels: Tensor) -> Tensor:
 @torch.no_grad()
 def attention_maps(model: Any, batch: Batch) -> dict[str, Tensor]:
     """Return the attention of all layers and heads for the first sequence of each row: ``lengths`` [B], and ``attention``
-    [B, H, T, T], 0 beyond the sequence; symmetric, and with the average product correction (Rao et al. 2021). With
-    tensor parallelism these are the heads of the first rank."""
+    [B, H, T, T], 0 beyond the sequence; symmetric, and with the average product correction (Rao et al. 2021)."""
     lengths, width = batch.lengths[:, 0], batch.tokens.shape[1]
     inside = torch.arange(width, device=lengths.device) < lengths[:, None]
     maps: list[Tensor] = []
@@ -101,7 +100,7 @@ def attention_maps(model: Any, batch: Batch) -> dict[str, Tensor]:
         p = p * inside[:, None, :, None]
         p = p + p.transpose(-1, -2)
         product = p.sum(-1, keepdim=True) * p.sum(-2, keepdim=True) / p.sum((-1, -2), keepdim=True)
-        maps.append((p - product).float())
+        maps.append(layer.every_head(p - product, model.cfg.heads))
 
     handles = [part.register_forward_pre_hook(record) for part in model.modules() if isinstance(part, SelfAttention)]
     try:

@@ -5,6 +5,7 @@ from typing import Any, cast
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.bert.model import Bert
+from hpcai.parallel.axial import AllGather
 from hpcai.parallel.tensor import column_parallel, row_parallel, vocab_parallel_embedding, vocab_parallel_head
 
 
@@ -18,6 +19,7 @@ def parallelize(model: Bert, mesh: Mesh) -> Bert:
     vocab_parallel_head(model.cls["predictions"], tensor)  # type: ignore[arg-type]
     for layer in bert.encoder["layer"]:
         attention = layer.attention
+        attention.self.every_head = AllGather(tensor, 1) if tensor.size > 1 else attention.self.every_head
         for linear in (attention.self.query, attention.self.key, attention.self.value, layer.intermediate["dense"]):
             column_parallel(linear, tensor)
         for linear in (attention.output.dense, layer.output.dense):

@@ -320,7 +320,8 @@ def copy_weights(model: nn.Module) -> list[Override]:
         if len(linears) == 1:
             overrides.append((linears[0], "weight", nn.Parameter(weight, requires_grad=False)))
         else:
-            bias = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
+            biases = [weight.new_zeros(x.out_features) if x.bias is None else x.bias for x in linears]
+            bias = None if all(x.bias is None for x in linears) else torch.cat(biases)
             overrides.append((part, "fused_linear", lambda x, *_, w=weight, b=bias, n=sizes: F.linear(x, w, b).split(n, -1)))
     return overrides
 

@@ -17,27 +17,10 @@ from hpcai.models.retinanet.boxes import cell_anchors, clip_boxes, decode, grid_
 from hpcai.models.retinanet.config import STRIDE, RetinaNetConfig
 from hpcai.nn import BatchNorm, Conv2d, DivisibleShape, GroupNorm
 from hpcai.nn.conv import channels_last
-from hpcai.nn.resnet import ResNetBody
+from hpcai.nn.resnet import FrozenBatchNorm, ResNetBody
 from hpcai.nn.weights import PretrainedMixin
 
 Level = tuple[Tensor, Tensor]  # logits [B, h, w, A, K] and coded boxes [B, h, w, A, 4]
-
-
-class FrozenBatchNorm(nn.Module):
-    """Batch normalisation with frozen statistics and weights, then ``+ residual``, then a rectifier.   [B, C, H, W]"""
-
-    def __init__(self, channels: int, relu: bool = False, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.relu, self.eps = relu, eps
-        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
-            self.register_buffer(name, torch.full((channels,), value))
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        weight, bias, mean, variance = (wide(buffer)[:, None, None] for buffer in self.buffers())
-        scale = weight * (variance + self.eps).rsqrt()
-        y = (x * scale).add_(bias - mean * scale).to(x.dtype)
-        y = y if residual is None else y.add_(residual)
-        return y.relu_() if self.relu else y
 
 
 class Pyramid(nn.Module):

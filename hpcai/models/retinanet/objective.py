@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from hpcai.kernels.focal_loss import focal_loss
 from hpcai.models.retinanet.boxes import BACKGROUND, IGNORED, encode, iou, match
 from hpcai.models.retinanet.model import wide
 
@@ -20,45 +19,6 @@ class Batch(NamedTuple):
     within: Tensor  # [B, 2] height and width of the image in its padded frame
     original: Tensor  # [B, 2] height and width of the image in its file
     id: Tensor  # [B] number of the image, int64
-
-
-class _FocalLoss(torch.autograd.Function):
-    """The focal loss and its gradient in one pass over the logits, of which only the gradient is saved."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, alpha: float, gamma: float) -> Tensor:
-        x, label, is_object = wide(logits), labels.clamp(min=0)[..., None], labels[..., None] >= 0
-        off, on = (1 - alpha, alpha) if alpha >= 0 else (1.0, 1.0)
-        loss, grad = _focal_terms(x, off, gamma)  # all classes are absent
-        own = x.gather(-1, label)
-        present, slope = _focal_terms(-own, on, gamma)
-        present, slope = (torch.where(is_object, a, b.gather(-1, label)) for a, b in ((present, loss), (-slope, grad)))
-        total = loss.scatter_(-1, label, present).sum(-1)
-        ctx.save_for_backward(grad.scatter_(-1, label, slope).to(logits.dtype))
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        (grad,) = ctx.saved_tensors
-        return grad * grad_output[..., None].to(grad.dtype), None, None, None
-
-
-def _focal_terms(x: Tensor, weight: float, gamma: float) -> tuple[Tensor, Tensor]:
-    """Return weight p^gamma softplus(x), p = sigmoid(x), and its derivative, weight p^gamma (p + gamma (1 - p) softplus(x))."""
-    p, entropy = x.sigmoid(), F.logsigmoid(-x).neg_()
-    scale = p.pow(gamma).mul_(weight)
-    slope = (1 - p).mul_(entropy).mul_(gamma).add_(p).mul_(scale)
-    return entropy.mul_(scale), slope
-
-
-def focal_loss(logits: Tensor, labels: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
-    """Return the sigmoid focal loss of each anchor, summed over classes (Lin et al. 2017, equation 5): cross entropy times
-    (1 - pt)^gamma times alpha, or 1 - alpha for an absent class; a negative alpha omits these.
-
-    Shape: logits [..., K], labels [...] class, negative: none -> [...], in float32 or float64
-    """
-    return _FocalLoss.apply(logits, labels, alpha, gamma)
 
 
 @torch.no_grad()

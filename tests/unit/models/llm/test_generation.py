@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpcai.errors import ConfigError
 from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, complete, generate, generation, likelihoods, log_likelihoods
+from hpcai.models.llm.gathered import override_attributes
 from hpcai.models.llm.generation import sample_tokens
 from hpcai.models.llm.likelihood import greedy_log_likelihoods
 from tests.cpu_graph import CPUGraph
@@ -162,3 +163,17 @@ def test_likelihoods_do_not_depend_on_the_rest_of_the_batch() -> None:
         assert sums == pytest.approx(expected, abs=1e-12)
         assert list(greedy) == [complete(model, [a], SamplingConfig(most=len(b)))[0] == b for a, b in pairs] and greedy[-1]
     assert likelihoods(model, [5], [[6, 7, 8, 9], [1]])[0] == pytest.approx(expected[1], abs=1e-12) and model.training
+
+
+def test_copies_of_weights_change_no_logit() -> None:
+    latent = {"q_rank": None, "kv_rank": 8, "nope": 4, "rope": 4, "value": 4}
+    for kind in (LLAMA, GPT, {**LLAMA, "key_heads": 4, "bias": True, "dropout": 0.0, "latent": latent}):
+        torch.manual_seed(0)
+        model, tokens = LLM(LLMConfig(**kind)).double().eval(), torch.tensor([PROMPTS[2]])
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.4)
+        with torch.no_grad():
+            expected = model(tokens)
+            with override_attributes(overrides := generation.copy_weights(model)):
+                torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
+        assert any(name == "fused_linear" for _, name, _ in overrides)

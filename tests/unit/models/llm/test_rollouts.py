@@ -13,34 +13,16 @@ import torch
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError
 from hpcai.models import llm
-from hpcai.models.llm import (
-    LLM,
-    ActorCritic,
-    Critic,
-    EngineConfig,
-    LLMConfig,
-    Network,
-    Pair,
-    PreferenceConfig,
-    Preferences,
-    Prompt,
-    RewardConfig,
-    Rewards,
-    RolloutConfig,
-    Rollouts,
-    SamplingConfig,
-    Tokenizer,
-)  # fmt: skip
 from hpcai.models.llm.engine import Engine
 from hpcai.nn.deferred_init import deferred, materialize
 from hpcai.settings import CheckpointConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
 from hpcai.train import Run, Step, fit
 
 SMALL: dict[str, Any] = {"vocabulary": 257, "width": 16, "layers": 1, "heads": 2, "inner": 24, "positions": 32}
-BYTES = Tokenizer.byte_level()
-PROMPTS = [Prompt(f"{n}+{n}", BYTES.encode(f"{n}+{n}"), {"answer": 2 * n}, f"line {n}") for n in range(8)]
-SAMPLING = SamplingConfig(temperature=1.0, most=6)
-SIZES = RolloutConfig(prompts=2, num_generations=2, sampling=SAMPLING, validation=SamplingConfig(most=6))
+BYTES = llm.Tokenizer.byte_level()
+PROMPTS = [llm.Prompt(f"{n}+{n}", BYTES.encode(f"{n}+{n}"), {"answer": 2 * n}, f"line {n}") for n in range(8)]
+SAMPLING = llm.SamplingConfig(temperature=1.0, most=6)
+SIZES = llm.RolloutConfig(prompts=2, num_generations=2, sampling=SAMPLING, validation=llm.SamplingConfig(most=6))
 
 
 def count_low(prompts: list[str], completions: list[str], answer: list[int]) -> list[float]:
@@ -49,38 +31,38 @@ def count_low(prompts: list[str], completions: list[str], answer: list[int]) -> 
     return [sum(ord(letter) < 100 for letter in text) / 6 for text in completions]
 
 
-def network(kind: type[LLM] = LLM, seed: int = 0, **settings: Any) -> Any:
+def network(kind: type[llm.LLM] = llm.LLM, seed: int = 0, **settings: Any) -> Any:
     with deferred(seed):
-        return llm.parallelize(kind(LLMConfig(**SMALL | settings)), Mesh({}))
+        return llm.parallelize(kind(llm.LLMConfig(**SMALL | settings)), Mesh({}))
 
 
-def frozen(**kwargs: Any) -> Network:
-    return Network(materialize(network(**kwargs), "cpu", dtype=torch.float64).requires_grad_(False))
+def frozen(**kwargs: Any) -> llm.Network:
+    return llm.Network(materialize(network(**kwargs), "cpu", dtype=torch.float64).requires_grad_(False))
 
 
 def new_step(method: str) -> Step:
-    model = ActorCritic(network(), network(Critic, 1), 0.1) if method == "ppo" else network()
+    model = llm.ActorCritic(network(), network(llm.Critic, 1), 0.1) if method == "ppo" else network()
     loss: Any = llm.actor_critic_loss if method == "ppo" else partial(llm.policy_loss, cfg=llm.PolicyConfig(beta=0.01))
     return Step(model, loss, StepConfig(precision="fp64", lr=0.01, clip=1.0), Mesh({}))
 
 
 def new_rollouts(
-    step: Step, method: str = "grpo", reward: Any = count_low, cfg: RolloutConfig = SIZES, **kwargs: Any
-) -> Rollouts:  # fmt: skip
+    step: Step, method: str = "grpo", reward: Any = count_low, cfg: llm.RolloutConfig = SIZES, **kwargs: Any
+) -> llm.Rollouts:  # fmt: skip
     generator = None
     if cfg.staleness:
-        copy = ActorCritic(network(), network(Critic), 0.1) if method == "ppo" else network()
-        generator = Network(step.mesh.background_copy(materialize(copy, "cpu", dtype=torch.float64)).requires_grad_(False))
-    reward = Rewards(RewardConfig(), reward) if callable(reward) and not isinstance(reward, Rewards) else reward
+        copy = llm.ActorCritic(network(), network(llm.Critic), 0.1) if method == "ppo" else network()
+        generator = llm.Network(step.mesh.background_copy(materialize(copy, "cpu", dtype=torch.float64)).requires_grad_(False))
+    reward = llm.Rewards(llm.RewardConfig(), reward) if callable(reward) and not isinstance(reward, llm.Rewards) else reward
     kwargs = {"generator": generator, "reference": frozen(), "stop": [256]} | kwargs
-    return Rollouts(step, PROMPTS, reward, cfg, BYTES, method=method, **kwargs)
+    return llm.Rollouts(step, PROMPTS, reward, cfg, BYTES, method=method, **kwargs)
 
 
 class Killed(Exception):  # noqa: N818
     pass
 
 
-def train_run(folder: Path, method: str, cfg: RolloutConfig, steps: int, kill: Callable[[str], None]) -> dict[str, Any]:
+def train_run(folder: Path, method: str, cfg: llm.RolloutConfig, steps: int, kill: Callable[[str], None]) -> dict[str, Any]:
     """Train in ``folder`` as one job does, and return the final weights. ``kill(place)`` may end it in a rollout or an update."""
 
     def reward(**kwargs: Any) -> list[float]:
@@ -133,7 +115,7 @@ def test_a_run_killed_in_rollouts_and_updates_resumes_exactly(method: str, passe
 
 def test_answers_are_those_of_the_seed_for_any_engine_size_and_stale_ones_are_of_earlier_weights() -> None:
     step = new_step("grpo")
-    small = SIZES.model_copy(update={"sizes": EngineConfig(max_num_seqs=1, block_size=4)})
+    small = SIZES.model_copy(update={"sizes": llm.EngineConfig(max_num_seqs=1, block_size=4)})
     batches = [next(iter(new_rollouts(new_step("grpo"), cfg=cfg).epoch(0))) for cfg in (SIZES, small)]
     assert torch.equal(batches[0].tokens, batches[1].tokens)
     torch.testing.assert_close(batches[0].engine_log_probs, batches[0].old_log_probs.where(batches[0].loss_mask[:, 1:], 0))
@@ -162,7 +144,7 @@ def test_an_iteration_is_reported_with_what_its_answers_are() -> None:
         ({"prompts": 9}, {}, "there are 8 prompts, rollout.prompts is 9"),
         ({"num_generations": 1}, {}, "rollout.num_generations is 1, and grpo compares"),
         ({}, {"reference": frozen(vocabulary=300)}, "the reference has 300 vocabulary entries, the policy 257"),
-        ({}, {"reward": frozen(kind=Critic, vocabulary=300)}, "the reward model has 300 vocabulary entries"),
+        ({}, {"reward": frozen(kind=llm.Critic, vocabulary=300)}, "the reward model has 300 vocabulary entries"),
         ({}, {"method": "ppo"}, "ppo needs a step with an ActorCritic"),
     ],
 )  # fmt: skip
@@ -172,9 +154,9 @@ def test_settings_that_do_not_fit_are_refused(cfg: dict[str, Any], kwargs: dict[
 
 
 def test_a_prompt_that_is_too_long_is_named() -> None:
-    long = [*PROMPTS[:2], Prompt("", [1] * 32, {}, "prompts.jsonl: line 3")]
+    long = [*PROMPTS[:2], llm.Prompt("", [1] * 32, {}, "prompts.jsonl: line 3")]
     with pytest.raises(DataError, match="prompts.jsonl: line 3 has 32 tokens, the model 32 positions"):
-        Rollouts(new_step("grpo"), long, Rewards(RewardConfig(), count_low), SIZES, BYTES)
+        llm.Rollouts(new_step("grpo"), long, llm.Rewards(llm.RewardConfig(), count_low), SIZES, BYTES)
 
 
 def test_an_engine_out_of_memory_goes_on_with_fewer_texts(
@@ -189,13 +171,13 @@ def test_an_engine_out_of_memory_goes_on_with_fewer_texts(
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", limited)
-    rollouts = new_rollouts(compute, cfg=SIZES.model_copy(update={"sizes": EngineConfig(max_num_seqs=8)}))
+    rollouts = new_rollouts(compute, cfg=SIZES.model_copy(update={"sizes": llm.EngineConfig(max_num_seqs=8)}))
     assert torch.equal(next(iter(rollouts.epoch(0))).tokens, expected.tokens)
     assert "out of memory: 2 texts at a time" in caplog.text
 
 
 def test_a_reward_model_rewards_its_last_token() -> None:
-    rollouts = new_rollouts(new_step("grpo"), reward=frozen(kind=Critic, seed=3))
+    rollouts = new_rollouts(new_step("grpo"), reward=frozen(kind=llm.Critic, seed=3))
     torch.nn.init.normal_(rollouts.reward.model.lm_head.weight)
     rows = rollouts._sample(0)
     for row in range(4):
@@ -227,22 +209,22 @@ def test_a_reward_that_fails_is_named_or_0(kind: str, completion: str, expected:
 
     (tmp_path / "reward.py").write_text(PROGRAM)
     program = (sys.executable, "-S", str(tmp_path / "reward.py")) if kind == "program" else ()
-    cfg = RewardConfig(timeout=2 if program else 0.2, program=program)
+    cfg = llm.RewardConfig(timeout=2 if program else 0.2, program=program)
     arguments: Any = ["p", "q", "r"], ["fine", completion, "fine"], {"answer": [2.0, 3.0, 4.0]}
     with pytest.raises(DataError, match=f"answer '{completion}' to prompt 'q': .*{expected}"):
-        Rewards(cfg, reward)(*arguments)
-    rewards = Rewards(cfg.model_copy(update={"on_failure": "zero"}), reward)
+        llm.Rewards(cfg, reward)(*arguments)
+    rewards = llm.Rewards(cfg.model_copy(update={"on_failure": "zero"}), reward)
     assert rewards(*arguments) == [2.0, 0.0, 4.0] and rewards.failures == 1 and "to prompt 'q'" in rewards.last_failure
 
 
 def test_rewards_of_another_number_and_functions_that_are_not_there_are_named() -> None:
     with pytest.raises(DataError, match="returned 1 rewards of 2 answers"):
-        Rewards(RewardConfig(), lambda prompts, completions: [1.0])(["a", "b"], ["", ""], {})
+        llm.Rewards(llm.RewardConfig(), lambda prompts, completions: [1.0])(["a", "b"], ["", ""], {})
     for path, problem in ("nowhere:f", "No module named 'nowhere'"), ("json:nothing", "no attribute"), ("math:pi", "is a float"):
         with pytest.raises(ConfigError, match=problem):
-            Rewards(RewardConfig(function=path))
+            llm.Rewards(llm.RewardConfig(function=path))
     with pytest.raises(ConfigError, match="cannot be started"):
-        Rewards(RewardConfig(program=("/nowhere",)))(["a"], ["b"], {})
+        llm.Rewards(llm.RewardConfig(program=("/nowhere",)))(["a"], ["b"], {})
 
 
 # ---- preferences
@@ -250,9 +232,9 @@ def test_rewards_of_another_number_and_functions_that_are_not_there_are_named() 
 
 def test_pairs_get_the_reference_and_an_order_of_each_epoch() -> None:
     model = network()
-    step = Step(model, partial(llm.preference_loss, cfg=PreferenceConfig()), StepConfig(precision="fp64", lr=0.01), Mesh({}))
-    pairs = [Pair([n, 1], [2] * (n + 1), [3], f"line {n}") for n in range(4)]
-    data, reference = Preferences(step, pairs, 2, reference=frozen()), frozen().model
+    step = Step(model, partial(llm.preference_loss, cfg=llm.PreferenceConfig()), StepConfig(precision="fp64", lr=0.01), Mesh({}))
+    pairs = [llm.Pair([n, 1], [2] * (n + 1), [3], f"line {n}") for n in range(4)]
+    data, reference = llm.Preferences(step, pairs, 2, reference=frozen()), frozen().model
     first, second = data.epoch(0)
     again = [*data.epoch(0, first=2)]
     assert len(again) == 1 and torch.equal(again[0].tokens, second.tokens) and len(data) == 2
@@ -261,8 +243,8 @@ def test_pairs_get_the_reference_and_an_order_of_each_epoch() -> None:
     torch.testing.assert_close(first.reference_log_probs, llm.answer_log_probs(reference, first))
     accuracy = fit(step, data, TrainConfig(epochs=30, report_every=60)).reports[-1]["accuracy"]
     assert accuracy > 0.9
-    for pair, problem in (Pair([], [1], [2]), "a pair: a prompt or an answer"), (Pair([1], [2] * 32, [1]), "33 tokens"):
+    for pair, problem in (llm.Pair([], [1], [2]), "a pair: a prompt or an answer"), (llm.Pair([1], [2] * 32, [1]), "33 tokens"):
         with pytest.raises(DataError, match=problem):
-            Preferences(step, [pair], 1)
+            llm.Preferences(step, [pair], 1)
     with pytest.raises(ConfigError, match="there are 4 pairs, data.batch is 5"):
-        Preferences(step, pairs, 5)
+        llm.Preferences(step, pairs, 5)
