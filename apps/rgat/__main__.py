@@ -10,9 +10,10 @@ def main(cfg: Config) -> None:
     from hpcai import dist, train
     from hpcai.models import rgat
 
+    cost = train.SampleCost({"papers": cfg.data.papers})
     with (
         dist.start(cfg.mesh) as mesh,
-        train.Run("rgat", cfg, mesh, BENCHMARK) as run,
+        train.Run("rgat", cfg, mesh, BENCHMARK, cost) as run,
         build_loaders(cfg, mesh) as (training, validation, pictures, model_cfg, truth),
     ):
         with train.seeds(cfg.train.seed):
