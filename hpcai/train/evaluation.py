@@ -104,7 +104,8 @@ def _eval_mode_batches(step: Step, model: nn.Module, batches: Any) -> Iterator[t
             yield batch, False
             count += 1
             HEARTBEAT.beats += 1
-        if (step.cfg.shard == "weights" or step.mesh.sizes["expert"] > 1) and (replicas := step.mesh["replicate"]).size > 1:
+        together = step.cfg.shard == "weights" or step.mesh.sizes["expert"] > 1 or step.self_updating
+        if together and (replicas := step.mesh["replicate"]).size > 1:
             for _ in range(count, len(batches)):
                 if batch is None:
                     raise DataError(

@@ -1,0 +1,180 @@
+"""Embedding tables with pooled lookups, whose rows are updated by a sparse Adagrad of their own.
+
+No optimizer and no gradient bucket sees a table: a backward pass keeps the ids and the gradients of pooled embeddings, and after the
+optimizer step ``update_`` updates the touched rows (``hpcai.kernels.embedding_update``).
+
+B bags, one for each sample and table; T tables, D their dim, K the sum of their hotness (the most ids of a bag)
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hpcai.dynamo import UntransformedFunction, disable_dynamo
+from hpcai.errors import ConfigError, DataError
+from hpcai.kernels.embedding_update import adagrad_rows_, dense_gradient, pool
+from hpcai.nn.matmul import cast_to_autocast
+
+
+class EmbeddingTable(nn.Module):
+    """A table, or a shard of it. ``weight`` [R, D] and ``sum``, the state of Adagrad, are frozen for optimizers: parameters, so that
+    a model that is built on the meta device has no memory for them, and that checkpoints hold them, sharded."""
+
+    wide = True  # stays in float32
+
+    def __init__(self, rows: int, dim: int, rowwise: bool) -> None:
+        super().__init__()
+        self.rows, self.first_row = rows, 0  # of the full table; the first row of the shard
+        self.weight = nn.Parameter(torch.empty(rows, dim), requires_grad=False)
+        self.sum = nn.Parameter(torch.empty(rows, 1 if rowwise else dim), requires_grad=False)
+        nn.init.uniform_(self.weight, -(rows**-0.5), rows**-0.5)
+        nn.init.zeros_(self.sum)
+
+
+class TableGroup:
+    """Tables that are looked up together, with the ``hotness`` of each. ``saved``: Ids and gradients of each backward pass since the
+    last update. ``like``: A table with their dtype, also if there is none. ``all_reduce``: For replicated tables, sums their dense gradients over all ranks."""
+
+    def __init__(self, tables: Sequence[EmbeddingTable], hotness: Sequence[int], like: EmbeddingTable, all_reduce: Any = None) -> None:
+        self.tables, self.like, self.all_reduce = list(tables), like, all_reduce
+        self.columns = list(pairwise(accumulate(hotness, initial=0)))
+        self.saved: list[tuple[Tensor, Tensor]] = []
+        self.captured = False
+
+    @property
+    def width(self) -> int:
+        """The number of channels of all tables."""
+        return sum(table.weight.shape[1] for table in self.tables)
+
+    def pool(self, ids: Tensor) -> Tensor:
+        """Return the sums of the rows of each bag.   [B, sum of hotness] -> [B, width]"""
+        anchor = torch.empty(0, device=ids.device, requires_grad=torch.is_grad_enabled())
+        return cast_to_autocast(_Pool.apply(anchor, ids, self))
+
+    def update_(self, lr: Tensor, scale: Tensor | None, skip: Tensor, eps: float) -> None:
+        saved, self.saved = self.saved, []
+        if not saved or not self.tables:
+            return
+        if self.captured and not torch.cuda.is_current_stream_capturing():
+            raise ConfigError("step.capture is forward, but embedding tables need the update in the graph; set it to whole or none")
+        ids, grad = (x[0] if len(saved) == 1 else torch.cat(x) for x in zip(*saved))
+        widths = pairwise(accumulate((table.weight.shape[1] for table in self.tables), initial=0))
+        slices = [(ids[:, a:b], grad[:, c:d].contiguous()) for (a, b), (c, d) in zip(self.columns, widths)]
+        scalars: dict[str, Any] = {"lr": lr, "scale": scale, "found_inf": skip, "eps": eps}
+        if self.all_reduce is not None:
+            dense = torch.cat([dense_gradient(*parts, table.rows).flatten() for parts, table in zip(slices, self.tables)])
+            grads = self.all_reduce(dense).split([table.weight.numel() for table in self.tables])
+            rows = [torch.arange(table.rows, dtype=ids.dtype, device=ids.device)[:, None] for table in self.tables]
+            slices = [(index, grad.view_as(table.weight)) for index, grad, table in zip(rows, grads, self.tables)]
+        for table, (index, gradient) in zip(self.tables, slices):
+            index = index - table.first_row if table.first_row else index
+            adagrad_rows_(table.weight, table.sum, index, gradient, **scalars)
+
+
+class _Pool(UntransformedFunction):
+    """Pooled embeddings of a group; the backward pass saves their gradient. ``anchor`` requires a gradient, since no table does."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, group: TableGroup) -> Tensor:
+        ctx.ids, ctx.group = ids, group
+        weights = [table.weight for table in group.tables]
+        out = torch.empty(len(ids), group.width, dtype=group.like.weight.dtype, device=ids.device)
+        for table, (a, b), part in zip(group.tables, group.columns, out.split([weight.shape[1] for weight in weights], 1)):
+            pool(ids[:, a:b] - table.first_row if table.first_row else ids[:, a:b], table.weight, part)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.group.captured = grad.is_cuda and torch.cuda.is_current_stream_capturing()
+        ctx.group.saved.append((ctx.ids, grad))
+        return None, None, None
+
+
+class EmbeddingBags(nn.Module):
+    """Embedding tables (torchrec's EmbeddingBagCollection): the rows of the ids of a bag are summed.   [B, K] -> [B, T, D]
+
+    Row b of the ids has those of all bags of sample b, table after table, each padded with -1 to its ``hotness``; an id that is there
+    twice counts twice, and an empty bag gives 0. ``pad_bags`` makes it of ragged bags. What is computed between ``begin`` and
+    ``finish`` overlaps with the communication of sharded tables (``hpcai.parallel.embedding``). A step calls ``update_``.
+
+    Args:
+        rows, hotness: Of each table.
+        rowwise: Adagrad with one state for each row, which takes 1/D of the memory, in place of one for each element.
+        eps: Of Adagrad.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], dim: int, hotness: Sequence[int], *, rowwise: bool = False, eps: float = 1e-8
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.rows, self.dim, self.hotness, self.rowwise, self.eps = tuple(rows), dim, tuple(hotness), rowwise, eps
+        for number, n in enumerate(rows):
+            self.add_module(str(number), EmbeddingTable(n, dim, rowwise))
+        self.groups = [TableGroup(self.tables, hotness, self.tables[0])]
+        self.exchange: Any = None  # seam of sharded tables
+
+    @property
+    def tables(self) -> list[EmbeddingTable]:
+        return [self.get_submodule(str(number)) for number in range(len(self.rows))]  # type: ignore[misc]
+
+    def forward(self, ids: Any) -> Tensor:
+        return self.finish(self.begin(ids))
+
+    @disable_dynamo
+    def begin(self, ids: Any) -> Any:
+        """Start to look up ids, or what ``exchange`` has made of them before the step."""
+        if isinstance(ids, Tensor) and ids.device.type == "cpu":
+            check_ids(ids, self.rows, self.hotness)
+        return self.groups[0].pool(ids) if self.exchange is None else self.exchange.begin(ids, self)
+
+    @disable_dynamo
+    def finish(self, pending: Any) -> Tensor:
+        return (pending if self.exchange is None else self.exchange.finish(pending)).unflatten(1, (len(self.rows), self.dim))
+
+    @torch.no_grad()
+    def update_(self, lr: Tensor, scale: Tensor | None, skip: Tensor) -> None:
+        """Update the rows that were looked up since the last update by Adagrad with ``scale`` (None: 1) times their gradients, summed
+        over micro-batches and ranks, unless ``skip`` is 1. All are device scalars."""
+        for group in self.groups:
+            group.update_(lr, scale, skip, self.eps)
+
+
+def check_ids(ids: Tensor, rows: Sequence[int], hotness: Sequence[int]) -> None:
+    """Raise DataError if padded ids [B, K] are not those of tables with so many ``rows``. It reads them: call it on the host."""
+    if ids.ndim != 2 or ids.shape[1] != sum(hotness):
+        raise DataError(f"ids are {list(ids.shape)}, expected [samples, {sum(hotness)}]: the sum of the hotness of all tables")
+    if not len(ids):
+        return
+    for number, (part, n) in enumerate(zip(ids.split(list(hotness), 1), rows)):
+        low, high = (int(x) for x in part.aminmax())
+        if low < -1 or high >= n:
+            sample = int(((part < -1) | (part >= n)).any(1).nonzero()[0, 0])
+            raise DataError(f"table {number}: sample {sample} has the id {low if low < -1 else high}, expected 0 to {n - 1}")
+
+
+def pad_bags(ids: Sequence[Tensor], offsets: Sequence[Tensor], rows: Sequence[int], hotness: Sequence[int]) -> Tensor:
+    """Return the padded ids of ragged bags: bag b of a table has its ids from ``offsets[b]`` to ``offsets[b + 1]``, as of torch's
+    EmbeddingBag with ``include_last_offset``. It reads its arguments, on the host. Raises DataError for ids that a table does not
+    have, for offsets that are not ascending, and for bags longer than the hotness.   ids [N_t], offsets [B + 1] each -> [B, K]"""
+    padded = []
+    for number, (values, ends, n, most) in enumerate(zip(ids, offsets, rows, hotness, strict=True)):
+        lengths = ends.diff()
+        if len(lengths) and (lengths.min() < 0 or int(ends[0]) != 0 or int(ends[-1]) != len(values)):
+            sample = int(lengths.argmin())
+            bag = f"bag {sample} is {int(ends[sample])} to {int(ends[sample + 1])}"
+            raise DataError(f"table {number}: offsets are {int(ends[0])} to {int(ends[-1])}, and {bag}; expected ascending ones from 0 to {len(values)}")
+        if len(lengths) and (longest := int(lengths.max())) > most:
+            raise DataError(f"table {number}: sample {int(lengths.argmax())} has {longest} ids, but the hotness is {most}; raise it")
+        if len(values) and ((values < 0) | (values >= n)).any():
+            at = int(((values < 0) | (values >= n)).nonzero()[0, 0])
+            sample = int(torch.searchsorted(ends, at, right=True)) - 1
+            raise DataError(f"table {number}: sample {sample} has the id {int(values[at])}, expected 0 to {n - 1}")
+        mask = torch.arange(most) < lengths[:, None]
+        dtype = torch.int32 if max(rows) < 2**31 else torch.int64
+        padded.append(torch.full(mask.shape, -1, dtype=dtype).masked_scatter_(mask, values.to(dtype)))
+    return torch.cat(padded, 1)
