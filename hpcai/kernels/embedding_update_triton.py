@@ -18,7 +18,7 @@ def update_rows(
     begins = (row >= 0) & (row < rows) & (tl.load(order_ + first - 1, first > 0, other=-1) != row)
     if found_inf_ is not None:
         begins &= tl.load(found_inf_) != 1.0
-    inside = begins & (d < D)
+    inside = d < tl.where(begins, D, 0)
     bag = tl.load(positions_ + first) // hotness
     g = tl.load(grad_ + bag * stride + d, inside, other=0.0).to(w_.dtype.element_ty)
     last = first + 1

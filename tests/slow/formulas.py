@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.kernels import float8, float8_triton, focal_loss, focal_loss_triton, gates_triton, layernorm_triton, rotary_triton
+from hpcai.kernels import embedding_update, embedding_update_triton, float8, float8_triton, focal_loss, focal_loss_triton
+from hpcai.kernels import gates_triton, layernorm_triton, rotary_triton
 from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.float8_formats import MAX_EXPONENT
 from hpcai.kernels.grouped_mm import reference
@@ -220,6 +221,39 @@ def check_focal_loss(case: tuple[tuple[int, ...], float, float], dtype: torch.dt
     expected, slope = run(focal_loss.reference, logits.double(), dloss.double())
     _check_close("loss", loss, expected, expected + shape[-1])
     _check_close("grad", grad, slope, slope.abs() + dloss.abs()[..., None])
+
+
+# Rows of a table, columns, bags and ids of a bag.
+TABLES = (50, 8, 16, 3), (3, 128, 70, 1), (1000, 128, 9, 20), (7, 24, 5, 4), (1, 1, 1, 1), (20, 16, 3, 1), (20, 512, 40, 2)
+
+
+def check_embedding_update(case: tuple[int, int, int, int], rowwise: bool, dtype: torch.dtype, device: str) -> None:
+    """Check pooled rows, gradients of rows and the update by Adagrad, with padding, repeated ids and ids of other shards."""
+    rows, channels, bags, hotness = case
+    draw = _seeded_randn(device)
+    ids = (draw(bags, hotness + 2) * rows).long().int()[:, 1:-1]  # with others beside them; a third is outside of the table
+    ids[::3] = ids[0].clone()
+    weight, grad = draw(rows, channels).double(), draw(bags, channels + 1).double()[:, :channels]
+    state = draw(rows, 1 if rowwise else channels).square().double()
+
+    def run(pool: Any, dense: Any, update: Any, kind: torch.dtype, place: str) -> list[Tensor]:
+        w, s, g, out = (x.to(place, kind, copy=True) for x in (weight, state, grad, grad.new_zeros(bags, channels + 1)))
+        local, (lr, scale, skip) = ids.to(place), (torch.tensor(x, device=place) for x in (0.1, 0.5, 1.0))
+        pool(local, w, out[:, :channels])
+        dense_grad = dense(local, g, rows)
+        update(w, s, local, g, lr, scale, skip, 1e-6)
+        assert torch.equal(w.cpu(), weight.cpu().to(kind)) and torch.equal(s.cpu(), state.cpu().to(kind)), "skipped"
+        update(w, s, local, g, lr, scale, 0 * skip, 1e-6)
+        return [x.cpu() for x in (out, dense_grad, w, s)]
+
+    def plain(w: Tensor, s: Tensor, ids: Tensor, g: Tensor, lr: Tensor, scale: Tensor, skip: Tensor, eps: float) -> None:
+        reference.adagrad_rows_(w, s, ids, g, lr=lr, scale=scale, found_inf=skip, eps=eps)
+
+    fused, reference = embedding_update_triton, embedding_update
+    expected = run(reference.pool, reference.dense_gradient, plain, torch.float64, "cpu")
+    actual = run(fused.pool, fused.dense_gradient, fused.update, dtype, device)
+    for name, x, y in zip(("pooled", "dense", "weight", "sum"), actual, expected):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{case} {name}: {text}")
 
 
 RMS_NORM_SHAPES = (3, 33, 128), (128, 64), (5, 384), (2, 19, 23), (70, 1), (2,), (0, 16), (3, 8192), (9, 5120)
