@@ -1,14 +1,17 @@
-"""Adagrad on the rows of an embedding table that a batch touched, fused with the gradients of these rows.
+"""Lookups in embedding tables, and Adagrad on the rows that a batch touched, fused with the gradients of these rows.
 
 The gradient of a row is the sum of the gradients of all bags that contain its id, as often as they contain it. It is summed before
-it is squared, and no gradient of a table or of all ids is stored. On CUDA the update is one Triton kernel
-(``embedding_update_triton``) behind a sort. Elsewhere it is torch, in chunks of rows that stay in the cache.
+it is squared, and no gradient of a table or of all ids is stored. On CUDA each table has one Triton kernel
+(``embedding_update_triton``) behind a sort. Elsewhere it is torch: one sort for all tables, then chunks of rows that stay in the
+cache.
 
-N bags, H ids of a bag at most, R rows, D channels
+N bags of each table, T tables, D channels, H ids of a bag at most, K the sum of H over tables, R rows
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,65 +23,108 @@ from hpcai.kernels import triton_support
 _CHUNK = 1 << 17  # elements of a chunk of rows, of which there are four (60,000 rows of 64: 21 ms, 26 ms unchunked; one thread)
 
 
-def adagrad_rows_(weight: Tensor, sum: Tensor, ids: Tensor, grad: Tensor, *, lr: Tensor, scale: Tensor | None, found_inf: Tensor,
-                  eps: float) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class Layout:
+    """The tables of ids [N, K]: of each, the ``hotness`` H, and the rows from ``first_rows`` on that are here, ``rows`` of them. Ids
+    of other rows, and -1, are padding."""
+
+    hotness: tuple[int, ...]
+    rows: tuple[int, ...]
+    first_rows: tuple[int, ...]
+
+    def split(self, ids: Tensor) -> Iterator[Tensor]:
+        """Yield the ids of each table [N, H], counted from its first row."""
+        for part, first in zip(ids.split(list(self.hotness), 1), self.first_rows):
+            yield part - first if first else part
+
+    def bounds(self, like: Tensor) -> Tensor:
+        """Return the first id of each column, the one after its last, and its table.   [3, K]"""
+        values = [(first, first + n, t) for t, (first, n) in enumerate(zip(self.first_rows, self.rows))]
+        return like.new_tensor([value for value, h in zip(values, self.hotness) for _ in range(h)]).view(-1, 3).T
+
+
+def pool(ids: Tensor, weights: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
+    """Write the sums of the rows of each bag to ``out``.   ids [N, K], weights [R, D] of each table -> [N, T, D]"""
+    if not ids.numel() or not weights:
+        out.zero_()
+    elif triton_support.is_supported(out):
+        for table, (index, weight) in enumerate(zip(layout.split(ids), weights)):
+            _kernels().pool(index, weight, out[:, table])
+    else:
+        low, high, _ = layout.bounds(ids)
+        inside = (ids >= low) & (ids < high)
+        parts = zip(layout.split(ids), weights, inside.split(list(layout.hotness), 1), out.unbind(1))
+        are_full = [all(flags) for flags in torch.split(inside.all(0), list(layout.hotness))]
+        for (index, weight, here, part), is_full in zip(parts, are_full):
+            if is_full:
+                part.copy_(F.embedding_bag(index, weight, mode="sum"))
+            else:
+                offsets = F.pad(here.sum(1).cumsum(0).to(ids.dtype), (1, 0))
+                part.copy_(F.embedding_bag(index[here], weight, offsets, mode="sum", include_last_offset=True))
+
+
+def adagrad_(weights: Sequence[Tensor], sums: Sequence[Tensor], layout: Layout, ids: Tensor, grad: Tensor, *, lr: Tensor,
+             scale: Tensor | None, found_inf: Tensor, eps: float) -> None:  # fmt: skip
     """Adagrad of the touched rows: s += g^2, w -= lr g/(sqrt(s) + eps), or with one state for each row s += mean of g^2 over the row
     (row-wise Adagrad). ``lr``, ``scale`` of the gradient and ``found_inf`` are device scalars; with ``found_inf`` 1 nothing changes.
 
-    Shape: weight [R, D], sum [R, D] or [R, 1], ids [N, H], where ids outside of the table are padding, grad [N, D] of the bags
+    Shape: weights [R, D] and sums [R, D] or [R, 1] of each table, ids [N, K], grad [N, T, D] of the bags
     """
-    if triton_support.is_supported(weight):
-        kernels: Any = import_module("hpcai.kernels.embedding_update_triton")
-        kernels.update(weight, sum, ids, grad, lr, scale, found_inf, eps)
+    if triton_support.is_supported(grad):
+        for table, (weight, s, index) in enumerate(zip(weights, sums, layout.split(ids))):
+            _kernels().update(weight, s, index, grad[:, table], lr, scale, found_inf, eps)
         return
     if found_inf.item() == 1:
         return
-    factor = lr.to(weight.dtype)
-    for rows, g in _row_gradients(ids, grad, *weight.shape):
+    factor = lr.to(grad.dtype)
+    for table, rows, g in _row_gradients(layout, ids, grad):
         if scale is not None:
             g.mul_(scale)
         squares = g.square()
-        sum.index_add_(0, rows, squares if sum.shape == weight.shape else squares.mean(1, keepdim=True))
-        s = sum.index_select(0, rows)
-        weight.index_add_(0, rows, g.mul_(-factor).div_(s.sqrt_().add_(eps)))
+        sums[table].index_add_(0, rows, squares if sums[table].shape[1] == g.shape[1] else squares.mean(1, keepdim=True))
+        s = sums[table].index_select(0, rows)
+        weights[table].index_add_(0, rows, g.mul_(-factor).div_(s.sqrt_().add_(eps)))
 
 
-def dense_gradient(ids: Tensor, grad: Tensor, rows: int) -> Tensor:
-    """Return the gradient of a full table, for small ones.   ids [N, H], grad [N, D] -> [R, D]"""
+def dense_gradients(layout: Layout, ids: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradients of full tables, for small ones.   ids [N, K], grad [N, T, D] -> [sum of R, D]"""
+    out = grad.new_zeros(sum(layout.rows), grad.shape[2])
+    parts = out.split(list(layout.rows))
     if triton_support.is_supported(grad):
-        kernels: Any = import_module("hpcai.kernels.embedding_update_triton")
-        return kernels.dense_gradient(ids, grad, rows)
-    dense = grad.new_zeros(rows, grad.shape[1])
-    for index, g in _row_gradients(ids, grad, *dense.shape):
-        dense.index_copy_(0, index, g)
-    return dense
-
-
-def pool(ids: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write the sums of the rows of each bag to ``out``; ids outside of the table are padding.   ids [N, H] -> [N, D]"""
-    if not ids.numel():
-        out.zero_()
-    elif triton_support.is_supported(weight):
-        kernels: Any = import_module("hpcai.kernels.embedding_update_triton")
-        kernels.pool(ids, weight, out)
-    elif (inside := (ids >= 0) & (ids < len(weight))).all():
-        out.copy_(F.embedding_bag(ids, weight, mode="sum"))
+        for table, index in enumerate(layout.split(ids)):
+            _kernels().update(parts[table], None, index, grad[:, table], None, None, None, 0.0)
     else:
-        ends = inside.sum(1).cumsum(0).to(ids.dtype)
-        out.copy_(F.embedding_bag(ids[inside], weight, F.pad(ends, (1, 0)), mode="sum", include_last_offset=True))
+        for table, rows, g in _row_gradients(layout, ids, grad):
+            parts[table].index_copy_(0, rows, g)
+    return out
 
 
-def _row_gradients(ids: Tensor, grad: Tensor, rows: int, channels: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield chunks of touched rows, in ascending order, and their gradients.   -> [n], [n, D]"""
-    order, positions = torch.sort(ids.flatten(), stable=True)
-    first, last = torch.searchsorted(order, order.new_tensor([0, rows])).tolist()
-    order, bags = order[first:last], (positions[first:last] // ids.shape[1]).to(ids.dtype)
+def _kernels() -> Any:
+    return import_module("hpcai.kernels.embedding_update_triton")
+
+
+def _row_gradients(layout: Layout, ids: Tensor, grad: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield tables, chunks of their touched rows in ascending order, and the gradients of these.   -> t, [n], [n, D]"""
+    low, high, table = layout.bounds(ids)
+    begins = list(accumulate(layout.rows, initial=0))  # of the rows of all tables, one after another
+    dtype = torch.int32 if begins[-1] < 2**31 else torch.int64
+    shift = low.new_tensor(begins[:-1], dtype=torch.int64)[table.long()] - low
+    keys = torch.where((ids >= low) & (ids < high), ids + shift, -1).to(dtype)
+    order, positions = keys.flatten().sort(stable=True)
+    first = int(torch.searchsorted(order, 0))
+    order, positions = order[first:], positions[first:]
     if not len(order):
         return
+    bags = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None] * grad.shape[1] + table
+    bags = bags.to(torch.int32).flatten()[positions]
     starts = F.pad((order[1:] != order[:-1]).nonzero().flatten() + 1, (1, 0))
-    touched, ends = order[starts].long(), F.pad(starts[1:], (0, 1), value=len(order))
-    size = max(_CHUNK // channels, 1)
-    for some, begin, end in zip(touched.split(size), starts.split(size), ends.split(size)):
-        a, b = begin[0], end[-1]
-        offsets = (begin - a).to(ids.dtype)
-        yield some, F.embedding_bag(bags[a:b], grad, offsets, mode="sum")
+    touched = order[starts].long()
+    vectors, size = grad.flatten(0, 1), max(_CHUNK // grad.shape[2], 1)
+    edges = torch.searchsorted(touched, torch.tensor(begins, device=ids.device)).tolist()
+    starts = F.pad(starts, (0, 1), value=len(order))
+    for number, (begin, end) in enumerate(pairwise(edges)):
+        for a in range(begin, end, size):
+            b = min(a + size, end)
+            at, to = int(starts[a]), int(starts[b])
+            offsets = (starts[a:b] - at).to(torch.int32)
+            yield number, touched[a:b] - begins[number], F.embedding_bag(bags[at:to], vectors, offsets, mode="sum")

@@ -75,12 +75,6 @@ def update(
                           D=channels, KIND=kind, BLOCK=max(1024 // width, 1), WIDTH=width, num_warps=max(width // 128, 1))  # fmt: skip
 
 
-def dense_gradient(ids: Tensor, grad: Tensor, rows: int) -> Tensor:
-    dense = grad.new_zeros(rows, grad.shape[1])
-    update(dense, None, ids, grad, None, None, None, 0.0)
-    return dense
-
-
 def pool(ids: Tensor, weight: Tensor, out: Tensor) -> None:
     channels, hotness = weight.shape[1], ids.shape[1]
     width = triton.next_power_of_2(channels)

@@ -7,7 +7,6 @@ B bags, one for each sample and table; T tables, D their dim, K the sum of their
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.dynamo import UntransformedFunction, disable_dynamo
 from hpcai.errors import ConfigError, DataError
-from hpcai.kernels.embedding_update import adagrad_rows_, dense_gradient, pool
+from hpcai.kernels.embedding_update import Layout, adagrad_, dense_gradients, pool
 from hpcai.nn.matmul import cast_to_autocast
 
 
@@ -36,22 +35,21 @@ class EmbeddingTable(nn.Module):
 
 
 class TableGroup:
-    """Tables that are looked up together, with the ``hotness`` of each. ``saved``: Ids and gradients of each backward pass since the
-    last update. ``like``: A table with their dtype, also if there is none. ``all_reduce``: For replicated tables, sums their dense gradients over all ranks."""
+    """Tables, or shards of them, of one width D that are looked up together, with the ``hotness`` of each. ``saved``: Ids and gradients
+    of each backward pass since the last update. ``like``: A table with their dtype, also if there is none. ``all_reduce``: For
+    replicated tables, sums their dense gradients over all ranks."""
 
-    def __init__(self, tables: Sequence[EmbeddingTable], hotness: Sequence[int], like: EmbeddingTable, all_reduce: Any = None) -> None:
+    def __init__(
+        self, tables: Sequence[EmbeddingTable], hotness: Sequence[int], like: EmbeddingTable, all_reduce: Any = None
+    ) -> None:  # fmt: skip
         self.tables, self.like, self.all_reduce = list(tables), like, all_reduce
-        self.columns = list(pairwise(accumulate(hotness, initial=0)))
+        rows, first = ([getter(table) for table in tables] for getter in (lambda x: len(x.weight), lambda x: x.first_row))
+        self.layout = Layout(tuple(hotness), tuple(rows), tuple(first))
         self.saved: list[tuple[Tensor, Tensor]] = []
         self.captured = False
 
-    @property
-    def width(self) -> int:
-        """The number of channels of all tables."""
-        return sum(table.weight.shape[1] for table in self.tables)
-
     def pool(self, ids: Tensor) -> Tensor:
-        """Return the sums of the rows of each bag.   [B, sum of hotness] -> [B, width]"""
+        """Return the sums of the rows of each bag.   [B, K] -> [B, T D]"""
         anchor = torch.empty(0, device=ids.device, requires_grad=torch.is_grad_enabled())
         return cast_to_autocast(_Pool.apply(anchor, ids, self))
 
@@ -61,18 +59,16 @@ class TableGroup:
             return
         if self.captured and not torch.cuda.is_current_stream_capturing():
             raise ConfigError("step.capture is forward, but embedding tables need the update in the graph; set it to whole or none")
+        weights, sums = ([parameter(table) for table in self.tables] for parameter in (lambda x: x.weight, lambda x: x.sum))
         ids, grad = (x[0] if len(saved) == 1 else torch.cat(x) for x in zip(*saved))
-        widths = pairwise(accumulate((table.weight.shape[1] for table in self.tables), initial=0))
-        slices = [(ids[:, a:b], grad[:, c:d].contiguous()) for (a, b), (c, d) in zip(self.columns, widths)]
-        scalars: dict[str, Any] = {"lr": lr, "scale": scale, "found_inf": skip, "eps": eps}
-        if self.all_reduce is not None:
-            dense = torch.cat([dense_gradient(*parts, table.rows).flatten() for parts, table in zip(slices, self.tables)])
-            grads = self.all_reduce(dense).split([table.weight.numel() for table in self.tables])
-            rows = [torch.arange(table.rows, dtype=ids.dtype, device=ids.device)[:, None] for table in self.tables]
-            slices = [(index, grad.view_as(table.weight)) for index, grad, table in zip(rows, grads, self.tables)]
-        for table, (index, gradient) in zip(self.tables, slices):
-            index = index - table.first_row if table.first_row else index
-            adagrad_rows_(table.weight, table.sum, index, gradient, **scalars)
+        grad, scalars = grad.contiguous().unflatten(1, (len(weights), -1)), {"lr": lr, "scale": scale, "found_inf": skip, "eps": eps}
+        if self.all_reduce is None:
+            adagrad_(weights, sums, self.layout, ids, grad, **scalars)
+            return
+        dense = self.all_reduce(dense_gradients(self.layout, ids, grad)).split(list(self.layout.rows))
+        for weight, s, part in zip(weights, sums, dense):  # each row is a bag, of one id
+            index = torch.arange(len(part), dtype=ids.dtype, device=ids.device)[:, None]
+            adagrad_([weight], [s], Layout((1,), (len(part),), (0,)), index, part[:, None], **scalars)
 
 
 class _Pool(UntransformedFunction):
@@ -81,11 +77,11 @@ class _Pool(UntransformedFunction):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, group: TableGroup) -> Tensor:
         ctx.ids, ctx.group = ids, group
-        weights = [table.weight for table in group.tables]
-        out = torch.empty(len(ids), group.width, dtype=group.like.weight.dtype, device=ids.device)
-        for table, (a, b), part in zip(group.tables, group.columns, out.split([weight.shape[1] for weight in weights], 1)):
-            pool(ids[:, a:b] - table.first_row if table.first_row else ids[:, a:b], table.weight, part)
-        return out
+        like, weights = group.like.weight, [table.weight for table in group.tables]
+        width = weights[0].shape[1] if weights else 0
+        out = torch.empty(len(ids), len(weights), width, dtype=like.dtype, device=ids.device)
+        pool(ids, weights, group.layout, out)
+        return out.flatten(1)
 
     @staticmethod
     @once_differentiable

@@ -12,7 +12,7 @@ of columns pools its columns. The gradients that come back are those of all rank
 B samples of a rank, n ranks, T tables, D their dim, K ids of a sample, W channels that a rank pools
 """
 
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def shard_embedding_bags(bags: EmbeddingBags, mesh: Mesh, plan: ShardingPlan) ->
             parameter.data = parameter.data[slice(*shard.rows), slice(*columns)].clone()
             parameter.shard_spec = ShardSpec(shape, ranges, (axis,))  # type: ignore[attr-defined]
     bags.exchange = Exchange(axis.init_group(), bags, plan)
-    bags.groups = [bags.exchange.owned, bags.exchange.replicated]
+    bags.groups = [*bags.exchange.owned, bags.exchange.replicated]
 
 
 class Exchange(AxisSeam):
@@ -70,7 +70,9 @@ class Exchange(AxisSeam):
         self.columns = [[columns[shard.table] for shard in shards] for shards in by_rank]
         self.local_columns = [columns[table] for table in plan.replicated]
         self.widths = [plan.width(rank) for rank in range(axis.size)]
-        self.owned = TableGroup([tables[shard.table] for shard in owned], [hotness[shard.table] for shard in owned], tables[0])
+        by_width = groupby(owned, lambda shard: shard.columns[1] - shard.columns[0])  # each group has one width
+        groups = [[shard.table for shard in shards] for _, shards in by_width] or [[]]
+        self.owned = [TableGroup([tables[t] for t in group], [hotness[t] for t in group], tables[0]) for group in groups]
         self.replicated = TableGroup(
             [tables[table] for table in plan.replicated], [hotness[table] for table in plan.replicated], tables[0],
             lambda dense: all_reduce_(dense, axis),
@@ -101,7 +103,8 @@ class Exchange(AxisSeam):
             ids = self.exchange(ids)
         local, owned = ids
         count, n = len(owned), self.axis.size
-        pooled = self.owned.pool(owned.transpose(0, 1).reshape(n * count, -1))
+        parts = owned.transpose(0, 1).reshape(n * count, -1).split([sum(group.layout.hotness) for group in self.owned], 1)
+        pooled = torch.cat([group.pool(part) for group, part in zip(self.owned, parts)], 1)
         sent, received = [count * pooled.shape[1]] * n, [count * width for width in self.widths]
         return self.send.begin(pooled.view(-1, 1), *sent, *received), self.replicated.pool(local), samples
 

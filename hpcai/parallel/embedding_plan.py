@@ -64,7 +64,8 @@ class ShardingPlan:
         return tuple(sorted(set(range(len(self.rows))) - {shard.table for shard in self.shards}))
 
     def owned(self, rank: int) -> list[Shard]:
-        return [shard for shard in self.shards if shard.owner == rank]
+        """Return the shards on ``rank``, by their number of columns."""
+        return sorted((shard for shard in self.shards if shard.owner == rank), key=lambda s: (s.columns[1] - s.columns[0], s))
 
     def ids(self, rank: int) -> int:
         """Return the ids of a sample that ``rank`` receives."""

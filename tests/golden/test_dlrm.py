@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcai import dist, train
 from hpcai.errors import CheckpointError, ConfigError, DataError
-from hpcai.kernels.embedding_update import dense_gradient
+from hpcai.kernels.embedding_update import dense_gradients
 from hpcai.models.dlrm import DLRM, Batch, DLRMConfig, auc, loss
 from hpcai.models.dlrm.load import torchrec_names
 from hpcai.nn.deferred_init import deferred
@@ -61,8 +61,8 @@ def test_logits_losses_and_gradients(dtype: torch.dtype, tolerance: float) -> No
         values["loss"].backward()
         norms = {name: p.grad.norm().item() for name, p in names.items() if p.grad is not None}
         ids, grad = group.saved.pop()
-        for t, (rows, (a, b), part) in enumerate(zip(model.cfg.rows, group.columns, grad.split(model.cfg.dim, 1))):
-            gradient = dense_gradient(ids[:, a:b], part.contiguous(), rows).double()
+        dense = dense_gradients(group.layout, ids, grad.unflatten(1, (-1, model.cfg.dim))).double()
+        for t, gradient in enumerate(dense.split(model.cfg.rows)):
             norms[f"embedding.{t}.weight"] = gradient.norm().item()
             if number != 1:
                 touched = stored[f"touched{t}"].long()

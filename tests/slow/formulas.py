@@ -233,25 +233,34 @@ def check_embedding_update(case: tuple[int, int, int, int], rowwise: bool, dtype
     draw = _seeded_randn(device)
     ids = (draw(bags, hotness + 2) * rows).long().int()[:, 1:-1]  # with others beside them; a third is outside of the table
     ids[::3] = ids[0].clone()
-    weight, grad = draw(rows, channels).double(), draw(bags, channels + 1).double()[:, :channels]
+    layout = embedding_update.Layout((hotness,), (rows,), (0,))
+    weight, grad = draw(rows, channels).double(), draw(bags, 2, channels).double()[:, :1]
     state = draw(rows, 1 if rowwise else channels).square().double()
 
     def run(pool: Any, dense: Any, update: Any, kind: torch.dtype, place: str) -> list[Tensor]:
-        w, s, g, out = (x.to(place, kind, copy=True) for x in (weight, state, grad, grad.new_zeros(bags, channels + 1)))
+        w, s, g, out = (x.to(place, kind, copy=True) for x in (weight, state, grad, grad.new_zeros(bags, 2, channels)))
         local, (lr, scale, skip) = ids.to(place), (torch.tensor(x, device=place) for x in (0.1, 0.5, 1.0))
-        pool(local, w, out[:, :channels])
-        dense_grad = dense(local, g, rows)
-        update(w, s, local, g, lr, scale, skip, 1e-6)
+        pool(local, w, out[:, :1])
+        dense_grad = dense(local, g)
+        update(w, s, local, g, lr, scale, skip)
         assert torch.equal(w.cpu(), weight.cpu().to(kind)) and torch.equal(s.cpu(), state.cpu().to(kind)), "skipped"
-        update(w, s, local, g, lr, scale, 0 * skip, 1e-6)
+        update(w, s, local, g, lr, scale, 0 * skip)
         return [x.cpu() for x in (out, dense_grad, w, s)]
 
-    def plain(w: Tensor, s: Tensor, ids: Tensor, g: Tensor, lr: Tensor, scale: Tensor, skip: Tensor, eps: float) -> None:
-        reference.adagrad_rows_(w, s, ids, g, lr=lr, scale=scale, found_inf=skip, eps=eps)
+    def fused_dense(ids: Tensor, g: Tensor) -> Tensor:
+        fused.update(out := g.new_zeros(rows, channels), None, ids, g[:, 0], None, None, None, 0.0)
+        return out
 
     fused, reference = embedding_update_triton, embedding_update
-    expected = run(reference.pool, reference.dense_gradient, plain, torch.float64, "cpu")
-    actual = run(fused.pool, fused.dense_gradient, fused.update, dtype, device)
+    expected = run(
+        lambda ids, w, out: reference.pool(ids, [w], layout, out), lambda ids, g: reference.dense_gradients(layout, ids, g),
+        lambda w, s, ids, g, lr, scale, skip: reference.adagrad_([w], [s], layout, ids, g, lr=lr, scale=scale, found_inf=skip,
+                                                                 eps=1e-6), torch.float64, "cpu",
+    )  # fmt: skip
+    actual = run(
+        lambda ids, w, out: fused.pool(ids, w, out[:, 0]), fused_dense,
+        lambda w, s, ids, g, *scalars: fused.update(w, s, ids, g[:, 0], *scalars, 1e-6), dtype, device,
+    )  # fmt: skip
     for name, x, y in zip(("pooled", "dense", "weight", "sum"), actual, expected):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{case} {name}: {text}")
 
