@@ -25,42 +25,32 @@ _CHUNK = 1 << 17  # elements of a chunk of rows, of which there are four (60,000
 
 @dataclass(frozen=True)
 class Layout:
-    """The tables of ids [N, K]: of each, the ``hotness`` H, and the rows from ``first_rows`` on that are here, ``rows`` of them. Ids
-    of other rows, and -1, are padding."""
+    """The tables of ids [N, K]: of each the ``hotness``, and the ``rows`` that are here, from ``first_rows`` on. Other ids, and -1, are
+    padding."""
 
     hotness: tuple[int, ...]
     rows: tuple[int, ...]
     first_rows: tuple[int, ...]
 
-    def split(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the ids of each table [N, H], counted from its first row."""
-        for part, first in zip(ids.split(list(self.hotness), 1), self.first_rows):
-            yield part - first if first else part
-
-    def bounds(self, like: Tensor) -> Tensor:
-        """Return the first id of each column, the one after its last, and its table.   [3, K]"""
-        values = [(first, first + n, t) for t, (first, n) in enumerate(zip(self.first_rows, self.rows))]
-        return like.new_tensor([value for value, h in zip(values, self.hotness) for _ in range(h)]).view(-1, 3).T
+    def split(self, ids: Tensor) -> list[Tensor]:
+        """Return the ids of each table [N, H], counted from its first row."""
+        parts = ids.split(list(self.hotness), 1)
+        return [part - first if first else part for part, first in zip(parts, self.first_rows)]
 
 
 def pool(ids: Tensor, weights: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
     """Write the sums of the rows of each bag to ``out``.   ids [N, K], weights [R, D] of each table -> [N, T, D]"""
-    if not ids.numel() or not weights:
-        out.zero_()
-    elif triton_support.is_supported(out):
-        for table, (index, weight) in enumerate(zip(layout.split(ids), weights)):
-            _kernels().pool(index, weight, out[:, table])
-    else:
-        low, high, _ = layout.bounds(ids)
-        inside = (ids >= low) & (ids < high)
-        parts = zip(layout.split(ids), weights, inside.split(list(layout.hotness), 1), out.unbind(1))
-        are_full = [all(flags) for flags in torch.split(inside.all(0), list(layout.hotness))]
-        for (index, weight, here, part), is_full in zip(parts, are_full):
-            if is_full:
-                part.copy_(F.embedding_bag(index, weight, mode="sum"))
-            else:
-                offsets = F.pad(here.sum(1).cumsum(0).to(ids.dtype), (1, 0))
-                part.copy_(F.embedding_bag(index[here], weight, offsets, mode="sum", include_last_offset=True))
+    for index, weight, part in zip(layout.split(ids), weights, out.unbind(1)):
+        inside = (index >= 0) & (index < len(weight))
+        if not len(weight) or not len(ids):
+            part.zero_()
+        elif triton_support.on_gpu(ids):  # of static shapes
+            part.copy_(F.embedding_bag(index.clamp(0, len(weight) - 1), weight, mode="sum", per_sample_weights=inside.to(weight.dtype)))
+        elif inside.all():
+            part.copy_(F.embedding_bag(index, weight, mode="sum"))
+        else:
+            offsets = F.pad(inside.sum(1).cumsum(0).to(ids.dtype), (1, 0))
+            part.copy_(F.embedding_bag(index[inside], weight, offsets, mode="sum", include_last_offset=True))
 
 
 def adagrad_(weights: Sequence[Tensor], sums: Sequence[Tensor], layout: Layout, ids: Tensor, grad: Tensor, *, lr: Tensor,
@@ -105,26 +95,23 @@ def _kernels() -> Any:
 
 def _row_gradients(layout: Layout, ids: Tensor, grad: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield tables, chunks of their touched rows in ascending order, and the gradients of these.   -> t, [n], [n, D]"""
-    low, high, table = layout.bounds(ids)
-    begins = list(accumulate(layout.rows, initial=0))  # of the rows of all tables, one after another
-    dtype = torch.int32 if begins[-1] < 2**31 else torch.int64
-    shift = low.new_tensor(begins[:-1], dtype=torch.int64)[table.long()] - low
-    keys = torch.where((ids >= low) & (ids < high), ids + shift, -1).to(dtype)
+    begins, (samples, tables, channels) = list(accumulate(layout.rows, initial=0)), grad.shape
+    kind = torch.int32 if max(begins[-1], samples * tables) < 2**31 else torch.int64
+    parts = zip(layout.split(ids.to(kind)), layout.rows, begins)  # the rows of all tables are numbered one after another
+    keys = torch.cat([torch.where((x >= 0) & (x < n), x + begin, -1) for x, n, begin in parts], 1)
+    numbers = torch.arange(samples * tables, dtype=kind, device=ids.device).view(samples, tables).split(1, 1)
+    bags = torch.cat([number.expand(-1, hotness) for number, hotness in zip(numbers, layout.hotness)], 1)
     order, positions = keys.flatten().sort(stable=True)
     first = int(torch.searchsorted(order, 0))
-    order, positions = order[first:], positions[first:]
-    if not len(order):
-        return
-    bags = torch.arange(len(ids), dtype=torch.int32, device=ids.device)[:, None] * grad.shape[1] + table
-    bags = bags.to(torch.int32).flatten()[positions]
-    starts = F.pad((order[1:] != order[:-1]).nonzero().flatten() + 1, (1, 0))
-    touched = order[starts].long()
-    vectors, size = grad.flatten(0, 1), max(_CHUNK // grad.shape[2], 1)
+    order, bags = order[first:], bags.flatten()[positions[first:]]
+    starts = F.pad((order[1:] != order[:-1]).nonzero().flatten() + 1, (1, 1))
+    starts[-1] = len(order)
+    touched = order[starts[: -1 if len(order) else 0]].long()
     edges = torch.searchsorted(touched, torch.tensor(begins, device=ids.device)).tolist()
-    starts = F.pad(starts, (0, 1), value=len(order))
-    for number, (begin, end) in enumerate(pairwise(edges)):
+    size = max(_CHUNK // channels, 1)
+    for table, (begin, end) in enumerate(pairwise(edges)):
         for a in range(begin, end, size):
             b = min(a + size, end)
             at, to = int(starts[a]), int(starts[b])
-            offsets = (starts[a:b] - at).to(torch.int32)
-            yield number, touched[a:b] - begins[number], F.embedding_bag(bags[at:to], vectors, offsets, mode="sum")
+            offsets = (starts[a:b] - at).to(kind)
+            yield table, touched[a:b] - begins[table], F.embedding_bag(bags[at:to], grad.flatten(0, 1), offsets, mode="sum")

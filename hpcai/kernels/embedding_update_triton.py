@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of ``embedding_update``: all sizes are those of the padded batch, so that a step can be captured."""
+"""Triton kernel of ``embedding_update``: its launch has the size of the padded batch, so that a step can be captured."""
 
 import torch
 import triton
@@ -19,9 +19,8 @@ def update_rows(
     if found_inf_ is not None:
         begins &= tl.load(found_inf_) != 1.0
     inside = d < tl.where(begins, D, 0)
-    bag = tl.load(positions_ + first) // hotness
+    bag, last = tl.load(positions_ + first) // hotness, first + 1
     g = tl.load(grad_ + bag * stride + d, inside, other=0.0).to(w_.dtype.element_ty)
-    last = first + 1
     more = begins & (tl.load(order_ + last, last < n, other=-1) == row)
     while more:
         same = tl.load(order_ + last + lane, last + lane < n, other=-1) == row
@@ -45,25 +44,11 @@ def update_rows(
         tl.store(w_ + row * D + d, w - tl.load(lr_).to(g.dtype) * g / (tl.sqrt(s) + eps), inside)
 
 
-@triton.jit
-def pool_rows(
-    ids_, w_, out_, rows, hotness, ids_stride, out_stride, D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Sum the rows of one bag."""
-    bag, lane, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH,), w_.dtype.element_ty)
-    for first in range(0, hotness, BLOCK):
-        row = tl.load(ids_ + bag * ids_stride + first + lane, first + lane < hotness, other=-1).to(tl.int64)
-        inside = ((row >= 0) & (row < rows))[:, None] & (d < D)[None, :]
-        total += tl.sum(tl.load(w_ + row[:, None] * D + d[None, :], inside, other=0.0), 0)
-    tl.store(out_ + bag * out_stride + d, total, d < D)
-
-
 def update(
     weight: Tensor, sum: Tensor | None, ids: Tensor, grad: Tensor, lr: Tensor | None, scale: Tensor | None,
     found_inf: Tensor | None, eps: float,
 ) -> None:  # fmt: skip
-    """Launch the update; without ``sum``, write the gradients of rows to ``weight``."""
+    """Update a table; without ``sum``, write the gradients of rows to ``weight``.   ids [N, H], grad [N, D]"""
     (rows, channels), n = weight.shape, ids.numel()
     if not n or not rows:
         return
@@ -73,12 +58,3 @@ def update(
     with torch.cuda.device_of(weight):
         update_rows[(n,)](order, positions, grad, weight, sum, lr, scale, found_inf, n, rows, ids.shape[1], grad.stride(0), eps,
                           D=channels, KIND=kind, BLOCK=max(1024 // width, 1), WIDTH=width, num_warps=max(width // 128, 1))  # fmt: skip
-
-
-def pool(ids: Tensor, weight: Tensor, out: Tensor) -> None:
-    channels, hotness = weight.shape[1], ids.shape[1]
-    width = triton.next_power_of_2(channels)
-    block = min(triton.next_power_of_2(hotness), max(1024 // width, 1))
-    with torch.cuda.device_of(weight):
-        pool_rows[(len(ids),)](ids, weight, out, len(weight), hotness, ids.stride(0), out.stride(0), D=channels, BLOCK=block,
-                               WIDTH=width, num_warps=max(width // 128, 1))  # fmt: skip

@@ -3,7 +3,7 @@
 No optimizer and no gradient bucket sees a table: a backward pass keeps the ids and the gradients of pooled embeddings, and after the
 optimizer step ``update_`` updates the touched rows (``hpcai.kernels.embedding_update``).
 
-B bags, one for each sample and table; T tables, D their dim, K the sum of their hotness (the most ids of a bag)
+B bags of each table, T tables, D their dim, K the sum of their hotness (the most ids of a bag)
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from hpcai.nn.matmul import cast_to_autocast
 
 
 class EmbeddingTable(nn.Module):
-    """A table, or a shard of it. ``weight`` [R, D] and ``sum``, the state of Adagrad, are frozen for optimizers: parameters, so that
-    a model that is built on the meta device has no memory for them, and that checkpoints hold them, sharded."""
+    """A table, or the shard of it from ``first_row`` on. ``weight`` [R, D] and ``sum``, the state of Adagrad, are frozen for optimizers:
+    parameters, so that a model on the meta device has no memory for them, and checkpoints hold them, sharded."""
 
     wide = True  # stays in float32
 
     def __init__(self, rows: int, dim: int, rowwise: bool) -> None:
         super().__init__()
-        self.rows, self.first_row = rows, 0  # of the full table; the first row of the shard
+        self.first_row = 0
         self.weight = nn.Parameter(torch.empty(rows, dim), requires_grad=False)
         self.sum = nn.Parameter(torch.empty(rows, 1 if rowwise else dim), requires_grad=False)
         nn.init.uniform_(self.weight, -(rows**-0.5), rows**-0.5)
@@ -35,16 +35,16 @@ class EmbeddingTable(nn.Module):
 
 
 class TableGroup:
-    """Tables, or shards of them, of one width D that are looked up together, with the ``hotness`` of each. ``saved``: Ids and gradients
-    of each backward pass since the last update. ``like``: A table with their dtype, also if there is none. ``all_reduce``: For
-    replicated tables, sums their dense gradients over all ranks."""
+    """Tables, or shards of them, of one width that are looked up together. ``saved``: Ids and gradients of each backward pass since the
+    last update. ``like``: A table with their dtype, also if there is none. ``all_reduce``: For replicated tables, sums their dense
+    gradients over all ranks."""
 
     def __init__(
         self, tables: Sequence[EmbeddingTable], hotness: Sequence[int], like: EmbeddingTable, all_reduce: Any = None
     ) -> None:  # fmt: skip
         self.tables, self.like, self.all_reduce = list(tables), like, all_reduce
-        rows, first = ([getter(table) for table in tables] for getter in (lambda x: len(x.weight), lambda x: x.first_row))
-        self.layout = Layout(tuple(hotness), tuple(rows), tuple(first))
+        rows, first_rows = [len(table.weight) for table in tables], [table.first_row for table in tables]
+        self.layout = Layout(tuple(hotness), tuple(rows), tuple(first_rows))
         self.saved: list[tuple[Tensor, Tensor]] = []
         self.captured = False
 
@@ -59,16 +59,16 @@ class TableGroup:
             return
         if self.captured and not torch.cuda.is_current_stream_capturing():
             raise ConfigError("step.capture is forward, but embedding tables need the update in the graph; set it to whole or none")
-        weights, sums = ([parameter(table) for table in self.tables] for parameter in (lambda x: x.weight, lambda x: x.sum))
-        ids, grad = (x[0] if len(saved) == 1 else torch.cat(x) for x in zip(*saved))
+        weights, sums = [table.weight for table in self.tables], [table.sum for table in self.tables]
+        ids, grad = (parts[0] if len(saved) == 1 else torch.cat(parts) for parts in zip(*saved))
         grad, scalars = grad.contiguous().unflatten(1, (len(weights), -1)), {"lr": lr, "scale": scale, "found_inf": skip, "eps": eps}
         if self.all_reduce is None:
             adagrad_(weights, sums, self.layout, ids, grad, **scalars)
             return
         dense = self.all_reduce(dense_gradients(self.layout, ids, grad)).split(list(self.layout.rows))
-        for weight, s, part in zip(weights, sums, dense):  # each row is a bag, of one id
+        for weight, state, part in zip(weights, sums, dense):  # each row is a bag, of one id
             index = torch.arange(len(part), dtype=ids.dtype, device=ids.device)[:, None]
-            adagrad_([weight], [s], Layout((1,), (len(part),), (0,)), index, part[:, None], **scalars)
+            adagrad_([weight], [state], Layout((1,), (len(part),), (0,)), index, part[:, None], **scalars)
 
 
 class _Pool(UntransformedFunction):
@@ -77,9 +77,9 @@ class _Pool(UntransformedFunction):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, group: TableGroup) -> Tensor:
         ctx.ids, ctx.group = ids, group
-        like, weights = group.like.weight, [table.weight for table in group.tables]
+        weights = [table.weight for table in group.tables]
         width = weights[0].shape[1] if weights else 0
-        out = torch.empty(len(ids), len(weights), width, dtype=like.dtype, device=ids.device)
+        out = group.like.weight.new_empty(len(ids), len(weights), width)
         pool(ids, weights, group.layout, out)
         return out.flatten(1)
 
@@ -94,14 +94,10 @@ class _Pool(UntransformedFunction):
 class EmbeddingBags(nn.Module):
     """Embedding tables (torchrec's EmbeddingBagCollection): the rows of the ids of a bag are summed.   [B, K] -> [B, T, D]
 
-    Row b of the ids has those of all bags of sample b, table after table, each padded with -1 to its ``hotness``; an id that is there
-    twice counts twice, and an empty bag gives 0. ``pad_bags`` makes it of ragged bags. What is computed between ``begin`` and
-    ``finish`` overlaps with the communication of sharded tables (``hpcai.parallel.embedding``). A step calls ``update_``.
-
-    Args:
-        rows, hotness: Of each table.
-        rowwise: Adagrad with one state for each row, which takes 1/D of the memory, in place of one for each element.
-        eps: Of Adagrad.
+    A row of the ids has all bags of a sample, table after table, each padded with -1 to its ``hotness``: ``pad_bags`` makes it of ragged
+    bags. An id that is there twice counts twice, and an empty bag gives 0. What is computed between ``begin`` and ``finish`` overlaps
+    with the communication of sharded tables (``hpcai.parallel.embedding``). ``rowwise``: Adagrad has one state for each row, in
+    place of one for each element. A step calls ``update_``.
     """
 
     def __init__(
@@ -115,18 +111,18 @@ class EmbeddingBags(nn.Module):
         self.exchange: Any = None  # seam of sharded tables
 
     @property
-    def tables(self) -> list[EmbeddingTable]:
-        return [self.get_submodule(str(number)) for number in range(len(self.rows))]  # type: ignore[misc]
+    def tables(self) -> list[Any]:
+        return [self.get_submodule(str(number)) for number in range(len(self.rows))]
 
     def forward(self, ids: Any) -> Tensor:
         return self.finish(self.begin(ids))
 
     @disable_dynamo
     def begin(self, ids: Any) -> Any:
-        """Start to look up ids, or what ``exchange`` has made of them before the step."""
+        """Start to look up ids, or what ``exchange`` has made of them before the step. On a CPU ids are checked."""
         if isinstance(ids, Tensor) and ids.device.type == "cpu":
             check_ids(ids, self.rows, self.hotness)
-        return self.groups[0].pool(ids) if self.exchange is None else self.exchange.begin(ids, self)
+        return self.groups[0].pool(ids) if self.exchange is None else self.exchange.begin(ids)
 
     @disable_dynamo
     def finish(self, pending: Any) -> Tensor:
@@ -144,33 +140,28 @@ def check_ids(ids: Tensor, rows: Sequence[int], hotness: Sequence[int]) -> None:
     """Raise DataError if padded ids [B, K] are not those of tables with so many ``rows``. It reads them: call it on the host."""
     if ids.ndim != 2 or ids.shape[1] != sum(hotness):
         raise DataError(f"ids are {list(ids.shape)}, expected [samples, {sum(hotness)}]: the sum of the hotness of all tables")
-    if not len(ids):
-        return
     for number, (part, n) in enumerate(zip(ids.split(list(hotness), 1), rows)):
-        low, high = (int(x) for x in part.aminmax())
-        if low < -1 or high >= n:
-            sample = int(((part < -1) | (part >= n)).any(1).nonzero()[0, 0])
-            raise DataError(f"table {number}: sample {sample} has the id {low if low < -1 else high}, expected 0 to {n - 1}")
+        if part.numel() and (int(part.min()) < -1 or int(part.max()) >= n):
+            sample, place = ((part < -1) | (part >= n)).nonzero()[0].tolist()
+            raise DataError(f"table {number}: sample {sample} has the id {int(part[sample, place])}, expected 0 to {n - 1}")
 
 
 def pad_bags(ids: Sequence[Tensor], offsets: Sequence[Tensor], rows: Sequence[int], hotness: Sequence[int]) -> Tensor:
-    """Return the padded ids of ragged bags: bag b of a table has its ids from ``offsets[b]`` to ``offsets[b + 1]``, as of torch's
-    EmbeddingBag with ``include_last_offset``. It reads its arguments, on the host. Raises DataError for ids that a table does not
-    have, for offsets that are not ascending, and for bags longer than the hotness.   ids [N_t], offsets [B + 1] each -> [B, K]"""
+    """Return the padded ids of ragged bags, on the host: bag b of a table has its ids from ``offsets[b]`` to ``offsets[b + 1]``, as of
+    torch's EmbeddingBag with ``include_last_offset``. Raises DataError for ids that a table does not have, for offsets that are not
+    ascending, and for bags longer than the hotness.   ids [N_t], offsets [B + 1] of each table -> [B, K]"""
     padded = []
-    for number, (values, ends, n, most) in enumerate(zip(ids, offsets, rows, hotness, strict=True)):
+    for number, (values, ends, most) in enumerate(zip(ids, offsets, hotness, strict=True)):
         lengths = ends.diff()
-        if len(lengths) and (lengths.min() < 0 or int(ends[0]) != 0 or int(ends[-1]) != len(values)):
-            sample = int(lengths.argmin())
-            bag = f"bag {sample} is {int(ends[sample])} to {int(ends[sample + 1])}"
-            raise DataError(f"table {number}: offsets are {int(ends[0])} to {int(ends[-1])}, and {bag}; expected ascending ones from 0 to {len(values)}")
-        if len(lengths) and (longest := int(lengths.max())) > most:
-            raise DataError(f"table {number}: sample {int(lengths.argmax())} has {longest} ids, but the hotness is {most}; raise it")
-        if len(values) and ((values < 0) | (values >= n)).any():
-            at = int(((values < 0) | (values >= n)).nonzero()[0, 0])
-            sample = int(torch.searchsorted(ends, at, right=True)) - 1
-            raise DataError(f"table {number}: sample {sample} has the id {int(values[at])}, expected 0 to {n - 1}")
+        wrong = ((lengths < 0) | (lengths > most)).nonzero().flatten().tolist()
+        if wrong or (int(ends[0]), int(ends[-1])) != (0, len(values)):
+            bag = f", but bag {wrong[0]} is {ends[wrong[0] : wrong[0] + 2].tolist()}" if wrong else ""
+            raise DataError(f"table {number}: offsets are {int(ends[0])} to {int(ends[-1])}{bag}; expected ascending ones from 0 to "
+                            f"{len(values)}, and at most {most} ids in a bag (hotness)")  # fmt: skip
+        if (values < 0).any():
+            raise DataError(f"table {number}: the id {int(values.min())} is negative, expected 0 to {rows[number] - 1}")
         mask = torch.arange(most) < lengths[:, None]
-        dtype = torch.int32 if max(rows) < 2**31 else torch.int64
-        padded.append(torch.full(mask.shape, -1, dtype=dtype).masked_scatter_(mask, values.to(dtype)))
-    return torch.cat(padded, 1)
+        padded.append(values.new_full(mask.shape, -1).masked_scatter_(mask, values))
+    result = torch.cat(padded, 1)
+    check_ids(result, rows, hotness)
+    return result.int() if max(rows) < 2**31 else result

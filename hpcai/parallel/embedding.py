@@ -2,9 +2,9 @@
 
     plan = plan_shards(rows, hotness, dim, ranks=mesh["replicate"].size, memory=60e9, batch=65536)
     shard_embedding_bags(bags, mesh, plan)
-    loader = Loader(..., batch_transform=lambda batch, step: ...)    # bags.exchange.exchange(ids), outside of a captured step
-    pending = bags.begin(ids)                                        # tensors on every rank, of static shapes
-    x = mlp(dense)                                                   # while pooled embeddings travel, in the backward pass too
+    ids = bags.exchange.exchange(ids)                              # before the step, of static shapes; otherwise in it
+    pending = bags.begin(ids)
+    x = mlp(dense)                                                 # while pooled embeddings travel, in the backward pass too
     pooled = bags.finish(pending)
 
 Bags are padded, so that one all-to-all brings all ids. A shard of rows pools the ids of its rows, and the parts are added; a shard
@@ -43,40 +43,36 @@ def shard_embedding_bags(bags: EmbeddingBags, mesh: Mesh, plan: ShardingPlan) ->
         return
     if mesh.sizes["evaluate"]:
         raise MeshError("processes of mesh.evaluate would need all embedding tables; set mesh.evaluate to 0")
-    owned = plan.owned(axis.rank)
-    for number, table in enumerate(bags.tables):
-        if number in plan.replicated:
-            continue
-        shard = next((shard for shard in owned if shard.table == number), Shard(number, (0, 0), (0, plan.dim), axis.rank))
+    owned = {shard.table: shard for shard in plan.owned(axis.rank)}
+    for number in sorted({shard.table for shard in plan.shards}):
+        shard, table = owned.get(number, Shard(number, (0, 0), (0, plan.dim), axis.rank)), bags.tables[number]
         table.first_row = shard.rows[0]
         for parameter in (table.weight, table.sum):
             columns = (0, 1) if plan.rowwise and parameter is table.sum else shard.columns
-            ranges = (shard.rows,) if shard.rows[0] < shard.rows[1] else (), (columns,)
-            shape = tuple(parameter.shape)
+            ranges = ((shard.rows,) if shard.height else (), (columns,))
+            spec = ShardSpec(tuple(parameter.shape), ranges, (axis,))
             parameter.data = parameter.data[slice(*shard.rows), slice(*columns)].clone()
-            parameter.shard_spec = ShardSpec(shape, ranges, (axis,))  # type: ignore[attr-defined]
+            parameter.shard_spec = spec
     bags.exchange = Exchange(axis.init_group(), bags, plan)
     bags.groups = [*bags.exchange.owned, bags.exchange.replicated]
 
 
 class Exchange(AxisSeam):
-    """The exchange of ids and pooled embeddings of one model: the seam ``exchange`` of ``EmbeddingBags``."""
+    """The exchange of ids and pooled embeddings: the seam ``exchange`` of ``EmbeddingBags``."""
 
     def __init__(self, axis: Axis, bags: EmbeddingBags, plan: ShardingPlan) -> None:
         super().__init__(axis)
-        self.plan, self.send, tables, hotness = plan, SendRows(axis, 0, 0), bags.tables, bags.hotness
-        columns = list(pairwise(accumulate(hotness, initial=0)))
-        by_rank, owned = [plan.owned(rank) for rank in range(axis.size)], plan.owned(axis.rank)
-        self.columns = [[columns[shard.table] for shard in shards] for shards in by_rank]
+        self.plan, self.send = plan, SendRows(axis, 0, 0)
+        columns = list(pairwise(accumulate(bags.hotness, initial=0)))
+        self.columns = [[columns[shard.table] for shard in plan.owned(rank)] for rank in range(axis.size)]
         self.local_columns = [columns[table] for table in plan.replicated]
-        self.widths = [plan.width(rank) for rank in range(axis.size)]
-        by_width = groupby(owned, lambda shard: shard.columns[1] - shard.columns[0])  # each group has one width
-        groups = [[shard.table for shard in shards] for _, shards in by_width] or [[]]
-        self.owned = [TableGroup([tables[t] for t in group], [hotness[t] for t in group], tables[0]) for group in groups]
-        self.replicated = TableGroup(
-            [tables[table] for table in plan.replicated], [hotness[table] for table in plan.replicated], tables[0],
-            lambda dense: all_reduce_(dense, axis),
-        )  # fmt: skip
+
+        def group(tables: list[int], all_reduce: Any = None) -> TableGroup:
+            return TableGroup([bags.tables[t] for t in tables], [bags.hotness[t] for t in tables], bags.tables[0], all_reduce)
+
+        by_width = groupby(plan.owned(axis.rank), lambda shard: shard.width)
+        self.owned = [group([shard.table for shard in shards]) for _, shards in by_width] or [group([])]
+        self.replicated = group(list(plan.replicated), lambda dense: all_reduce_(dense, axis))
 
     @torch.no_grad()
     def exchange(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,13 +83,13 @@ class Exchange(AxisSeam):
         if ids.device.type == "cpu":
             check_ids(ids, self.plan.rows, self.plan.hotness)
         blocks = [_take(ids, columns).flatten() for columns in self.columns]
-        count, n = sum(b - a for a, b in self.columns[self.axis.rank]), self.axis.size
+        count, n = self.plan.ids(self.axis.rank), self.axis.size
         received = ids.new_empty(n * len(ids) * count)
-        sizes = [len(received) // n] * n, [len(block) for block in blocks]
+        sizes = [len(ids) * count] * n, [len(block) for block in blocks]
         torch_dist.all_to_all_single(received, torch.cat(blocks), *sizes, group=self.axis.group)
         return _take(ids, self.local_columns), received.view(n, len(ids), count).transpose(0, 1).contiguous()
 
-    def begin(self, ids: Any, *sizes: Any) -> Any:
+    def begin(self, ids: Any, *sizes: int) -> Any:
         """Pool what this rank owns, and start to send it. In an evaluation, ranks may have uneven numbers of samples."""
         samples = None
         if isinstance(ids, Tensor):
@@ -102,10 +98,10 @@ class Exchange(AxisSeam):
                 ids = torch.cat((ids, ids.new_full((most - samples, ids.shape[1]), -1)))
             ids = self.exchange(ids)
         local, owned = ids
-        count, n = len(owned), self.axis.size
-        parts = owned.transpose(0, 1).reshape(n * count, -1).split([sum(group.layout.hotness) for group in self.owned], 1)
+        count, n, hotness = len(owned), self.axis.size, [sum(group.layout.hotness) for group in self.owned]
+        parts = owned.transpose(0, 1).reshape(n * count, -1).split(hotness, 1)
         pooled = torch.cat([group.pool(part) for group, part in zip(self.owned, parts)], 1)
-        sent, received = [count * pooled.shape[1]] * n, [count * width for width in self.widths]
+        sent, received = [count * pooled.shape[1]] * n, [count * self.plan.width(rank) for rank in range(n)]
         return self.send.begin(pooled.view(-1, 1), *sent, *received), self.replicated.pool(local), samples
 
     def finish(self, handle: Any) -> Tensor:
@@ -124,10 +120,9 @@ class _Assemble(UntransformedFunction):
     def forward(ctx: Any, parts: Tensor, local: Tensor, plan: ShardingPlan) -> Tensor:
         ctx.plan, samples = plan, len(local)
         out = local.new_zeros(samples, len(plan.rows), plan.dim)
-        for owner, block in enumerate(parts.view(-1).split([samples * plan.width(rank) for rank in range(plan.ranks)])):
-            shards = plan.owned(owner)
-            pieces = block.view(samples, -1).split([shard.columns[1] - shard.columns[0] for shard in shards], 1) if shards else ()
-            for shard, piece in zip(shards, pieces):
+        for rank, block in enumerate(parts.view(-1).split([samples * plan.width(rank) for rank in range(plan.ranks)])):
+            shards = plan.owned(rank)
+            for shard, piece in zip(shards, block.view(samples, plan.width(rank)).split([shard.width for shard in shards], 1)):
                 out[:, shard.table, slice(*shard.columns)] += piece
         for table, piece in zip(plan.replicated, local.split(plan.dim, 1)):
             out[:, table] = piece
@@ -138,8 +133,8 @@ class _Assemble(UntransformedFunction):
     def backward(ctx: Any, grad: Tensor) -> Any:
         plan: ShardingPlan = ctx.plan
         grad = grad.unflatten(1, (len(plan.rows), plan.dim))
-        empty, tables = grad[:, 0, :0], list(plan.replicated)
+        empty = grad[:, 0, :0]
         blocks = [torch.cat([empty, *(grad[:, shard.table, slice(*shard.columns)] for shard in plan.owned(rank))], 1)
                   for rank in range(plan.ranks)]  # fmt: skip
-        local = torch.cat([empty, *(grad[:, table] for table in tables)], 1)
+        local = torch.cat([empty, *(grad[:, table] for table in plan.replicated)], 1)
         return torch.cat([block.flatten() for block in blocks])[:, None], local, None

@@ -258,7 +258,7 @@ def check_embedding_update(case: tuple[int, int, int, int], rowwise: bool, dtype
                                                                  eps=1e-6), torch.float64, "cpu",
     )  # fmt: skip
     actual = run(
-        lambda ids, w, out: fused.pool(ids, w, out[:, 0]), fused_dense,
+        lambda ids, w, out: reference.pool(ids, [w], layout, out), fused_dense,
         lambda w, s, ids, g, *scalars: fused.update(w, s, ids, g[:, 0], *scalars, 1e-6), dtype, device,
     )  # fmt: skip
     for name, x, y in zip(("pooled", "dense", "weight", "sum"), actual, expected):

@@ -52,7 +52,6 @@ def calls(arch):
     (w, average), (g, m, low), scalar = torch.empty(2, 4096), torch.empty(3, 4096, dtype=BF16), torch.ones(())
     segments = fused_optimizer.Segments([(0, 4096)], "cpu", 4096)
     table, ids = torch.empty(1 << 20, 128), torch.empty(4096, 20, dtype=torch.int32)
-    yield embedding_update_triton.pool, [ids, table, table[:4096]]
     for state in (table, table[:, :1], None):
         yield embedding_update_triton.update, [table, state, ids, table[:4096], scalar, scalar, scalar, 1e-8]
     for kind, moments, within in (("adam", (w, w), None), ("adagrad", (w,), None), ("inside", (m,), segments), ("outside", (m,), None)):

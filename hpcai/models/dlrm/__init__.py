@@ -7,7 +7,7 @@ __getattr__, __all__ = attach(
     {
         ".config": ["DLRMConfig"],
         ".model": ["DLRM"],
-        ".objective": ["Batch", "auc", "loss", "score", "predictions"],
+        ".objective": ["Batch", "auc", "loss", "predictions"],
         ".parallel": ["auc_of_ranks", "exchange", "parallelize"],
         ".load": ["load_weights"],
     },

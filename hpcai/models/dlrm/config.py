@@ -34,7 +34,7 @@ class DLRMConfig(Settings):
     top: Sizes = (1024, 1024, 512, 256, 1)
     """layers of the top MLP; the last has the one logit"""
     adagrad_rowwise: bool = False
-    """Adagrad of the tables with one state for each row: about half the memory, and another result"""
+    """Adagrad of the tables with one state for each row: half the memory, and another result"""
     adagrad_eps: PositiveFloat = 1e-8
     """added to the denominator of Adagrad of the tables"""
 
@@ -42,8 +42,6 @@ class DLRMConfig(Settings):
     def _fits(self) -> Self:
         if len(self.rows) != len(self.hotness):
             raise ValueError(f"rows has {len(self.rows)} entries and hotness {len(self.hotness)}; give one of each for a table")
-        if self.bottom[-1] != self.dim:
-            raise ValueError(f"bottom ends with {self.bottom[-1]} channels, but dim is {self.dim}; they must be equal")
-        if self.top[-1] != 1:
-            raise ValueError(f"top ends with {self.top[-1]} channels; expected 1, the logit")
+        if (self.bottom[-1], self.top[-1]) != (self.dim, 1):
+            raise ValueError(f"bottom ends with {self.bottom[-1]} channels and top with {self.top[-1]}; expected dim {self.dim} and 1")
         return self

@@ -64,10 +64,9 @@ class DLRM(PretrainedMixin):
         return self.top[-1](x)[:, 0]
 
     def output_files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
-        names = {"names": lambda name: None if name.endswith(".sum") else name}  # without the state of Adagrad
-        return {"model.safetensors": lambda path: export(path, **names)}
+        return {"model.safetensors": lambda path: export(path, names=lambda name: None if name.endswith(".sum") else name)}
 
     def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-        """Save weights and settings, without the state of Adagrad, which has the size of the tables; otherwise as the base class."""
-        state = self.state_dict() if weights is None else weights
-        super().save(path, {name: value for name, value in state.items() if not name.endswith(".sum")}, form)
+        """Save weights and settings as the base class, without the state of Adagrad, which has the size of the tables."""
+        weights = weights or self.state_dict()
+        super().save(path, {name: value for name, value in weights.items() if not name.endswith(".sum")}, form)
