@@ -213,9 +213,9 @@ class StepConfig(Settings):
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """size in MB of the gradient buckets, whose all-reduce overlaps with the backward pass"""
     optimizer: Literal["sgd", "adagrad", "adam", "adamw", "lamb", "lars", "muon"] = "adamw"
-    """sgd: momentum; adam, adagrad: weight decay in the gradient; adamw: decoupled weight decay; lamb, lars: for large batches, with
-    a trust ratio for each parameter in `decay_names`; muon: orthogonalized momentum for the matrices in `muon_names`, adamw for the
-    rest"""
+    """sgd: momentum; adam, adagrad: weight decay in the gradient; adamw: decoupled weight decay; lamb, lars: for large batches,
+    with a trust ratio for each parameter in `decay_names`; muon: orthogonalized momentum for the matrices in `muon_names`, adamw
+    for the rest"""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """peak learning rate"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -237,7 +237,8 @@ class StepConfig(Settings):
     moments: Literal["fp32", "bf16"] = "fp32"
     """bf16: moments in half the memory, with stochastic rounding"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """sgd, adagrad, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb, muon: decoupled"""
+    """sgd, adagrad, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb, muon:
+    decoupled"""
     decay_names: tuple[str, ...] = ("*.weight",)
     """parameters with weight decay, as shell patterns of their names"""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -25,8 +25,8 @@ _CHUNK = 1 << 17  # elements of a chunk of rows, of which there are four (60,000
 
 @dataclass(frozen=True)
 class Layout:
-    """The tables of ids [N, K]: of each the ``hotness``, and the ``rows`` that are here, from ``first_rows`` on. Other ids, and -1, are
-    padding."""
+    """The tables of ids [N, K]: of each the ``hotness``, and the ``rows`` that are here, from ``first_rows`` on. Other ids, and
+    -1, are padding."""
 
     hotness: tuple[int, ...]
     rows: tuple[int, ...]
@@ -45,7 +45,8 @@ def pool(ids: Tensor, weights: Sequence[Tensor], layout: Layout, out: Tensor) ->
         if not len(weight) or not len(ids):
             part.zero_()
         elif triton_support.on_gpu(ids):  # of static shapes
-            part.copy_(F.embedding_bag(index.clamp(0, len(weight) - 1), weight, mode="sum", per_sample_weights=inside.to(weight.dtype)))
+            mask = inside.to(weight.dtype)
+            part.copy_(F.embedding_bag(index.clamp(0, len(weight) - 1), weight, mode="sum", per_sample_weights=mask))
         elif inside.all():
             part.copy_(F.embedding_bag(index, weight, mode="sum"))
         else:
@@ -55,11 +56,11 @@ def pool(ids: Tensor, weights: Sequence[Tensor], layout: Layout, out: Tensor) ->
 
 def adagrad_(weights: Sequence[Tensor], sums: Sequence[Tensor], layout: Layout, ids: Tensor, grad: Tensor, *, lr: Tensor,
              scale: Tensor | None, found_inf: Tensor, eps: float) -> None:  # fmt: skip
-    """Adagrad of the touched rows: s += g^2, w -= lr g/(sqrt(s) + eps), or with one state for each row s += mean of g^2 over the row
-    (row-wise Adagrad). ``lr``, ``scale`` of the gradient and ``found_inf`` are device scalars; with ``found_inf`` 1 nothing changes.
+    """Adagrad of the touched rows: s += g^2, w -= lr g/(sqrt(s) + eps), or with one state for each row s += mean of g^2 over the
+    row (row-wise Adagrad). ``lr``, ``scale`` of the gradient and ``found_inf`` are device scalars; with ``found_inf`` 1 nothing
+    changes.
 
-    Shape: weights [R, D] and sums [R, D] or [R, 1] of each table, ids [N, K], grad [N, T, D] of the bags
-    """
+    Shape: weights [R, D] and sums [R, D] or [R, 1] of each table, ids [N, K], grad [N, T, D] of the bags """
     if triton_support.is_supported(grad):
         for table, (weight, s, index) in enumerate(zip(weights, sums, layout.split(ids))):
             _kernels().update(weight, s, index, grad[:, table], lr, scale, found_inf, eps)

@@ -55,6 +55,7 @@ def update(
     order, positions = torch.sort(ids.flatten(), stable=True)  # equal ids in a fixed order: sums are reproducible
     kind = "dense" if sum is None else "elementwise" if sum.shape == weight.shape else "rowwise"
     width = triton.next_power_of_2(channels)
+    sizes = {"D": channels, "BLOCK": max(1024 // width, 1), "WIDTH": width, "num_warps": max(width // 128, 1)}
     with torch.cuda.device_of(weight):
         update_rows[(n,)](order, positions, grad, weight, sum, lr, scale, found_inf, n, rows, ids.shape[1], grad.stride(0), eps,
-                          D=channels, KIND=kind, BLOCK=max(1024 // width, 1), WIDTH=width, num_warps=max(width // 128, 1))  # fmt: skip
+                          KIND=kind, **sizes)  # fmt: skip

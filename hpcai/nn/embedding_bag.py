@@ -1,10 +1,9 @@
 """Embedding tables with pooled lookups, whose rows are updated by a sparse Adagrad of their own.
 
-No optimizer and no gradient bucket sees a table: a backward pass keeps the ids and the gradients of pooled embeddings, and after the
-optimizer step ``update_`` updates the touched rows (``hpcai.kernels.embedding_update``).
+No optimizer and no gradient bucket sees a table: a backward pass keeps the ids and the gradients of pooled embeddings, and after
+the optimizer step ``update_`` updates the touched rows (``hpcai.kernels.embedding_update``).
 
-B bags of each table, T tables, D their dim, K the sum of their hotness (the most ids of a bag)
-"""
+B bags of each table, T tables, D their dim, K the sum of their hotness (the most ids of a bag) """
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +19,8 @@ from hpcai.nn.matmul import cast_to_autocast
 
 
 class EmbeddingTable(nn.Module):
-    """A table, or the shard of it from ``first_row`` on. ``weight`` [R, D] and ``sum``, the state of Adagrad, are frozen for optimizers:
-    parameters, so that a model on the meta device has no memory for them, and checkpoints hold them, sharded."""
+    """A table, or the shard of it from ``first_row`` on. ``weight`` [R, D] and ``sum``, the state of Adagrad, are frozen for
+    optimizers: parameters, so that a model on the meta device has no memory for them, and checkpoints hold them, sharded."""
 
     wide = True  # stays in float32
 
@@ -35,9 +34,9 @@ class EmbeddingTable(nn.Module):
 
 
 class TableGroup:
-    """Tables, or shards of them, of one width that are looked up together. ``saved``: Ids and gradients of each backward pass since the
-    last update. ``like``: A table with their dtype, also if there is none. ``all_reduce``: For replicated tables, sums their dense
-    gradients over all ranks."""
+    """Tables, or shards of them, of one width that are looked up together. ``saved``: Ids and gradients of each backward pass
+    since the last update. ``like``: A table with their dtype, also if there is none. ``all_reduce``: For replicated tables, sums
+    their dense gradients over all ranks."""
 
     def __init__(
         self, tables: Sequence[EmbeddingTable], hotness: Sequence[int], like: EmbeddingTable, all_reduce: Any = None
@@ -61,7 +60,8 @@ class TableGroup:
             raise ConfigError("step.capture is forward, but embedding tables need the update in the graph; set it to whole or none")
         weights, sums = [table.weight for table in self.tables], [table.sum for table in self.tables]
         ids, grad = (parts[0] if len(saved) == 1 else torch.cat(parts) for parts in zip(*saved))
-        grad, scalars = grad.contiguous().unflatten(1, (len(weights), -1)), {"lr": lr, "scale": scale, "found_inf": skip, "eps": eps}
+        scalars: dict[str, Any] = {"lr": lr, "scale": scale, "found_inf": skip, "eps": eps}
+        grad = grad.contiguous().unflatten(1, (len(weights), -1))
         if self.all_reduce is None:
             adagrad_(weights, sums, self.layout, ids, grad, **scalars)
             return
@@ -94,11 +94,10 @@ class _Pool(UntransformedFunction):
 class EmbeddingBags(nn.Module):
     """Embedding tables (torchrec's EmbeddingBagCollection): the rows of the ids of a bag are summed.   [B, K] -> [B, T, D]
 
-    A row of the ids has all bags of a sample, table after table, each padded with -1 to its ``hotness``: ``pad_bags`` makes it of ragged
-    bags. An id that is there twice counts twice, and an empty bag gives 0. What is computed between ``begin`` and ``finish`` overlaps
-    with the communication of sharded tables (``hpcai.parallel.embedding``). ``rowwise``: Adagrad has one state for each row, in
-    place of one for each element. A step calls ``update_``.
-    """
+    A row of the ids has all bags of a sample, table after table, each padded with -1 to its ``hotness``: ``pad_bags`` makes it of
+    ragged bags. An id that is there twice counts twice, and an empty bag gives 0. What is computed between ``begin`` and
+    ``finish`` overlaps with the communication of sharded tables (``hpcai.parallel.embedding``). ``rowwise``: Adagrad has one
+    state for each row, in place of one for each element. A step calls ``update_``. """
 
     def __init__(
         self, rows: Sequence[int], dim: int, hotness: Sequence[int], *, rowwise: bool = False, eps: float = 1e-8
@@ -130,8 +129,8 @@ class EmbeddingBags(nn.Module):
 
     @torch.no_grad()
     def update_(self, lr: Tensor, scale: Tensor | None, skip: Tensor) -> None:
-        """Update the rows that were looked up since the last update by Adagrad with ``scale`` (None: 1) times their gradients, summed
-        over micro-batches and ranks, unless ``skip`` is 1. All are device scalars."""
+        """Update the rows that were looked up since the last update by Adagrad with ``scale`` (None: 1) times their gradients,
+        summed over micro-batches and ranks, unless ``skip`` is 1. All are device scalars."""
         for group in self.groups:
             group.update_(lr, scale, skip, self.eps)
 
@@ -147,17 +146,17 @@ def check_ids(ids: Tensor, rows: Sequence[int], hotness: Sequence[int]) -> None:
 
 
 def pad_bags(ids: Sequence[Tensor], offsets: Sequence[Tensor], rows: Sequence[int], hotness: Sequence[int]) -> Tensor:
-    """Return the padded ids of ragged bags, on the host: bag b of a table has its ids from ``offsets[b]`` to ``offsets[b + 1]``, as of
-    torch's EmbeddingBag with ``include_last_offset``. Raises DataError for ids that a table does not have, for offsets that are not
-    ascending, and for bags longer than the hotness.   ids [N_t], offsets [B + 1] of each table -> [B, K]"""
+    """Return the padded ids of ragged bags, on the host: bag b of a table has its ids from ``offsets[b]`` to ``offsets[b + 1]``,
+    as of torch's EmbeddingBag with ``include_last_offset``. Raises DataError for ids that a table does not have, for offsets that
+    are not ascending, and for bags longer than the hotness.   ids [N_t], offsets [B + 1] of each table -> [B, K]"""
     padded = []
     for number, (values, ends, most) in enumerate(zip(ids, offsets, hotness, strict=True)):
         lengths = ends.diff()
         wrong = ((lengths < 0) | (lengths > most)).nonzero().flatten().tolist()
         if wrong or (int(ends[0]), int(ends[-1])) != (0, len(values)):
             bag = f", but bag {wrong[0]} is {ends[wrong[0] : wrong[0] + 2].tolist()}" if wrong else ""
-            raise DataError(f"table {number}: offsets are {int(ends[0])} to {int(ends[-1])}{bag}; expected ascending ones from 0 to "
-                            f"{len(values)}, and at most {most} ids in a bag (hotness)")  # fmt: skip
+            raise DataError(f"table {number}: offsets are {int(ends[0])} to {int(ends[-1])}{bag}; expected ascending ones from 0 "
+                            f"to {len(values)}, and at most {most} ids in a bag (hotness)")  # fmt: skip
         if (values < 0).any():
             raise DataError(f"table {number}: the id {int(values.min())} is negative, expected 0 to {rows[number] - 1}")
         mask = torch.arange(most) < lengths[:, None]

@@ -33,8 +33,8 @@ from hpcai.parallel.sharding import ShardSpec
 
 @torch.no_grad()
 def shard_embedding_bags(bags: EmbeddingBags, mesh: Mesh, plan: ShardingPlan) -> None:
-    """Shard the tables of ``bags``, in place, over the replicas of ``mesh`` by ``plan``. Tables without shards stay replicated: they
-    are updated alike on all ranks, by the sum of their gradients. Raises ConfigError for a plan of other tables or ranks."""
+    """Shard the tables of ``bags``, in place, over the replicas of ``mesh`` by ``plan``. Tables without shards stay replicated:
+    they are updated alike on all ranks, by the sum of their gradients. Raises ConfigError for a plan of other tables or ranks."""
     axis = mesh["replicate"]
     actual, planned = ((x.rows, x.hotness, x.dim, x.rowwise) for x in (bags, plan))
     if actual != planned or plan.ranks != axis.size:

@@ -35,9 +35,9 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The shards of tables with ``rows``, ``hotness`` and ``dim`` on so many ``ranks``. ``network``: Time of a byte on the network, in
-    that of a byte of a lookup (NVIDIA, MLPerf v3.1: 7/4 within a node, 67/4 between nodes). Raises ConfigError if the shards of a
-    table do not cover it once, or a rank has two of them."""
+    """The shards of tables with ``rows``, ``hotness`` and ``dim`` on so many ``ranks``. ``network``: Time of a byte on the
+    network, in that of a byte of a lookup (NVIDIA, MLPerf v3.1: 7/4 within a node, 67/4 between nodes). Raises ConfigError if the
+    shards of a table do not cover it once, or a rank has two of them."""
 
     rows: tuple[int, ...]
     hotness: tuple[int, ...]
@@ -50,15 +50,15 @@ class ShardingPlan:
     def __post_init__(self) -> None:
         for table in sorted({shard.table for shard in self.shards}):
             mine = [shard for shard in self.shards if shard.table == table]
-            owners, size = [shard.owner for shard in mine], self.rows[table] * self.dim
-            inside = all(0 <= s.rows[0] < s.rows[1] <= self.rows[table] and 0 <= s.columns[0] < s.columns[1] <= self.dim for s in mine)
-            apart = all(s.rows[1] <= o.rows[0] or o.rows[1] <= s.rows[0] or s.columns[1] <= o.columns[0] or o.columns[1] <= s.columns[0]
-                        for number, s in enumerate(mine) for o in mine[:number])  # fmt: skip
-            if not (inside and apart and sum(s.height * s.width for s in mine) == size):
-                raise ConfigError(f"shards of table {table} do not cover {self.rows[table]} rows and {self.dim} columns once: {mine}")
+            owners, n, d = [shard.owner for shard in mine], self.rows[table], self.dim
+            inside = all(0 <= s.rows[0] < s.rows[1] <= n and 0 <= s.columns[0] < s.columns[1] <= d for s in mine)
+            apart = all(a[1] <= b[0] or b[1] <= a[0] or c[1] <= e[0] or e[1] <= c[0]
+                        for k, (_, a, c, _) in enumerate(mine) for _, b, e, _ in mine[:k])  # fmt: skip
+            if not (inside and apart and sum(s.height * s.width for s in mine) == n * d):
+                raise ConfigError(f"shards of table {table} do not cover its {n} rows and {d} columns once: {mine}")
             if len({*owners}) < len(owners) or not {*owners} <= {*range(self.ranks)}:
                 raise ConfigError(f"shards of table {table} are on ranks {owners}, expected different ones below {self.ranks}")
-            if self.rowwise and any(s.width != self.dim for s in mine):
+            if self.rowwise and any(s.width != d for s in mine):
                 raise ConfigError(f"table {table} has shards of columns, but row-wise Adagrad needs full rows; shard its rows")
 
     @cached_property
@@ -84,8 +84,8 @@ class ShardingPlan:
         return sum(_bytes(*box, self.rowwise) for box in boxes)
 
     def sent(self, rank: int, samples: int) -> dict[str, int]:
-        """Return the bytes that ``rank`` sends to others in a step with ``samples`` on each rank: ids, pooled embeddings, the gradients
-        of those of others, and the all-reduce of gradients of replicated tables."""
+        """Return the bytes that ``rank`` sends to others in a step with ``samples`` on each rank: ids, pooled embeddings, the
+        gradients of those of others, and the all-reduce of gradients of replicated tables."""
         others, item = [other for other in range(self.ranks) if other != rank], ITEMSIZE * samples
         dense = ITEMSIZE * self.dim * sum(self.rows[t] for t in self.replicated)
         embeddings, gradients = len(others) * self.width(rank), sum(map(self.width, others))
@@ -93,8 +93,8 @@ class ShardingPlan:
                 "replicated": 2 * len(others) * dense // self.ranks}  # fmt: skip
 
     def cost(self, rank: int) -> float:
-        """Return the time of ``rank`` for a sample of the batch, in lookups of full rows: those in its shards, plus ``network`` times
-        the channels that it sends and the ids that it receives."""
+        """Return the time of ``rank`` for a sample of the batch, in lookups of full rows: those in its shards, plus ``network``
+        times the channels that it sends and the ids that it receives."""
         lookups = sum(self.hotness[s.table] * s.height / self.rows[s.table] * s.width for s in self.owned(rank))
         return (lookups + self.network * (self.width(rank) + self.ids(rank))) / self.dim
 
@@ -110,11 +110,11 @@ def plan_shards(
 ) -> ShardingPlan:  # fmt: skip
     """Return a plan for a global ``batch`` whose tables and states take at most ``memory`` bytes of each rank.
 
-    Tables are replicated if the all-reduce of their gradients sends fewer bytes than an exchange, or if they and their states have
-    fewer than ``replicated_bytes``. The others begin table-wise. Again and again all are placed, the costliest first, each on the rank
-    with the least cost that has room; then the costliest shard, or the largest if there was no room, is halved by columns, or by
-    rows where columns would be few; the best plan is kept. Raises ConfigError with the number of ranks that would hold the tables.
-    """
+    Tables are replicated if the all-reduce of their gradients sends fewer bytes than an exchange, or if they and their states
+    have fewer than ``replicated_bytes``. The others begin table-wise. Again and again all are placed, the costliest first, each
+    on the rank with the least cost that has room; then the costliest shard, or the largest if there was no room, is halved by
+    columns, or by rows where columns would be few; the best plan is kept. Raises ConfigError with the number of ranks that would
+    hold the tables. """
     size, room, replicated = [_bytes(n, dim, rowwise) for n in rows], memory / 2, set[int]()  # at least half is for shards
     for table in sorted(range(len(rows)), key=size.__getitem__) if ranks > 1 else ():
         less_traffic = 2 * rows[table] * dim <= batch // ranks * (2 * dim + hotness[table])
@@ -147,8 +147,8 @@ def plan_shards(
     enough = next((n for n in range(least, 4 * least) if find(n)), None)
     held = f"{enough} ranks would hold them" if enough else "no number of ranks would hold them"
     raise ConfigError(
-        f"embedding tables and their states have {sum(size) / 1e9:,.4g} GB, but {ranks} ranks with {memory / 1e9:,.4g} GB each cannot "
-        f"hold them; {held}" + ("" if rowwise else ", and row-wise Adagrad takes half the memory")
+        f"embedding tables and their states have {sum(size) / 1e9:,.4g} GB, but {ranks} ranks with {memory / 1e9:,.4g} GB each "
+        f"cannot hold them; {held}" + ("" if rowwise else ", and row-wise Adagrad takes half the memory")
     )
 
 

@@ -56,12 +56,12 @@ class _State:
 
 class Optimizer:
     """An optimizer of flat parameters: ``step(scale, skip)`` updates them by ``scale`` times their gradients (None: 1) with the
-    learning rate ``lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take``
-    towards the weights. sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it
-    (torch). adagrad: Duchi et al. 2011. adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
-    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. muon:
-    ``hpcai.train.muon``, with Nesterov momentum, and AdamW for all but the matrices that ``muon_names`` matches. Weights narrower
-    than float32 have a float32 master copy here, which is updated, averaged and saved."""
+    learning rate ``lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take`` towards
+    the weights. sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it (torch).
+    adagrad: Duchi et al. 2011. adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et
+    al., ICLR 2020; lars: You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and
+    of no others. muon: ``hpcai.train.muon``, with Nesterov momentum, and AdamW for all but the matrices that ``muon_names``
+    matches. Weights narrower than float32 have a float32 master copy here, which is updated, averaged and saved."""
 
     def __init__(self, flat_params: list[FlatParameter], cfg: StepConfig) -> None:
         if not flat_params:

@@ -38,7 +38,8 @@ class TrainResult(NamedTuple):
 
 
 def training_state(step: Step) -> Shards:
-    """Return this rank's weights, gradients, moments, averages and buffers, and the parameters of modules that update themselves."""
+    """Return this rank's weights, gradients, moments, averages and buffers, and the parameters of modules that update
+    themselves."""
     buffers = {name: x for name, x in step.model.named_buffers() if x.is_floating_point()}
     state = [(f"{name} buffer", tuple(x.shape), (0,) * x.ndim, x.double().numpy().copy()) for name, x in buffers.items()]
     own = {p for part in step.self_updating for p in part.parameters()}

@@ -11,8 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.kernels import embedding_update, embedding_update_triton, float8, float8_triton, focal_loss, focal_loss_triton
-from hpcai.kernels import gates_triton, layernorm_triton, rotary_triton
+from hpcai.kernels import (
+    embedding_update,
+    embedding_update_triton,
+    float8,
+    float8_triton,
+    focal_loss,
+    focal_loss_triton,
+    gates_triton,
+    layernorm_triton,
+    rotary_triton,
+)
 from hpcai.kernels import paged_attention as paged
 from hpcai.kernels.float8_formats import MAX_EXPONENT
 from hpcai.kernels.grouped_mm import reference
@@ -228,41 +237,24 @@ TABLES = (50, 8, 16, 3), (3, 128, 70, 1), (1000, 128, 9, 20), (7, 24, 5, 4), (1,
 
 
 def check_embedding_update(case: tuple[int, int, int, int], rowwise: bool, dtype: torch.dtype, device: str) -> None:
-    """Check pooled rows, gradients of rows and the update by Adagrad, with padding, repeated ids and ids of other shards."""
+    """Check gradients of rows and their update by Adagrad, with padding, repeated ids and ids of other shards."""
     rows, channels, bags, hotness = case
-    draw = _seeded_randn(device)
+    draw, update = _seeded_randn(device), embedding_update_triton.update
     ids = (draw(bags, hotness + 2) * rows).long().int()[:, 1:-1]  # with others beside them; a third is outside of the table
     ids[::3] = ids[0].clone()
-    layout = embedding_update.Layout((hotness,), (rows,), (0,))
     weight, grad = draw(rows, channels).double(), draw(bags, 2, channels).double()[:, :1]
-    state = draw(rows, 1 if rowwise else channels).square().double()
-
-    def run(pool: Any, dense: Any, update: Any, kind: torch.dtype, place: str) -> list[Tensor]:
-        w, s, g, out = (x.to(place, kind, copy=True) for x in (weight, state, grad, grad.new_zeros(bags, 2, channels)))
-        local, (lr, scale, skip) = ids.to(place), (torch.tensor(x, device=place) for x in (0.1, 0.5, 1.0))
-        pool(local, w, out[:, :1])
-        dense_grad = dense(local, g)
-        update(w, s, local, g, lr, scale, skip)
-        assert torch.equal(w.cpu(), weight.cpu().to(kind)) and torch.equal(s.cpu(), state.cpu().to(kind)), "skipped"
-        update(w, s, local, g, lr, scale, 0 * skip)
-        return [x.cpu() for x in (out, dense_grad, w, s)]
-
-    def fused_dense(ids: Tensor, g: Tensor) -> Tensor:
-        fused.update(out := g.new_zeros(rows, channels), None, ids, g[:, 0], None, None, None, 0.0)
-        return out
-
-    fused, reference = embedding_update_triton, embedding_update
-    expected = run(
-        lambda ids, w, out: reference.pool(ids, [w], layout, out), lambda ids, g: reference.dense_gradients(layout, ids, g),
-        lambda w, s, ids, g, lr, scale, skip: reference.adagrad_([w], [s], layout, ids, g, lr=lr, scale=scale, found_inf=skip,
-                                                                 eps=1e-6), torch.float64, "cpu",
-    )  # fmt: skip
-    actual = run(
-        lambda ids, w, out: reference.pool(ids, [w], layout, out), fused_dense,
-        lambda w, s, ids, g, *scalars: fused.update(w, s, ids, g[:, 0], *scalars, 1e-6), dtype, device,
-    )  # fmt: skip
-    for name, x, y in zip(("pooled", "dense", "weight", "sum"), actual, expected):
-        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{case} {name}: {text}")
+    state, layout = draw(rows, 1 if rowwise else channels).square().double(), embedding_update.Layout((hotness,), (rows,), (0,))
+    w, s, g = results = [x.to(dtype, copy=True) for x in (weight, state, grad)]
+    lr, scale, skip = (torch.tensor(x, device=device) for x in (0.1, 0.5, 1.0))
+    update(w, s, ids, g[:, 0], lr, scale, skip, 1e-6)
+    assert torch.equal(w, weight.to(dtype)) and torch.equal(s, state.to(dtype)), "skipped"
+    update(w, s, ids, g[:, 0], lr, scale, 0 * skip, 1e-6)
+    update(dense := g.new_zeros(rows, channels), None, ids, g[:, 0], None, None, None, 0.0)
+    expected = [x.cpu() for x in (weight, state, grad, ids, lr, scale, 0 * skip)]
+    weight, state, grad, ids, lr, scale, skip = expected
+    embedding_update.adagrad_([weight], [state], layout, ids, grad, lr=lr, scale=scale, found_inf=skip, eps=1e-6)
+    for x, y in zip((*results[:2], dense), (weight, state, embedding_update.dense_gradients(layout, ids, grad))):
+        torch.testing.assert_close(x.cpu().double(), y, rtol=1e-5, atol=1e-5)
 
 
 RMS_NORM_SHAPES = (3, 33, 128), (128, 64), (5, 384), (2, 19, 23), (70, 1), (2,), (0, 16), (3, 8192), (9, 5120)

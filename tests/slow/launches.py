@@ -6,7 +6,8 @@ from itertools import product
 import torch
 
 from hpcai.cli.bench.gpu_kernels import KERNELS, RandomInputs
-from hpcai.kernels import activations, embedding_update_triton, float8_triton, fused_optimizer, gates, layernorm_triton, philox_triton, rotary
+from hpcai.kernels import activations, float8_triton, fused_optimizer, gates, layernorm_triton, philox_triton, rotary
+from hpcai.kernels.embedding_update_triton import update as update_table
 from hpcai.kernels.fused_optimizer_triton import run as run_update
 from hpcai.nn import BatchNorm, InstanceNorm
 
@@ -53,8 +54,9 @@ def calls(arch):
     segments = fused_optimizer.Segments([(0, 4096)], "cpu", 4096)
     table, ids = torch.empty(1 << 20, 128), torch.empty(4096, 20, dtype=torch.int32)
     for state in (table, table[:, :1], None):
-        yield embedding_update_triton.update, [table, state, ids, table[:4096], scalar, scalar, scalar, 1e-8]
-    for kind, moments, within in (("adam", (w, w), None), ("adagrad", (w,), None), ("inside", (m,), segments), ("outside", (m,), None)):
+        yield update_table, [table, state, ids, table[:4096], scalar, scalar, scalar, 1e-8]
+    kinds = ("adam", (w, w), None), ("adagrad", (w,), None), ("inside", (m,), segments), ("outside", (m,), None)
+    for kind, moments, within in kinds:
         operands = fused_optimizer.Operands(w, g, moments, scalar, scalar, low, average, scalar, scalar.long(), segments=within)
         yield run_update, [operands, kind, scalar, scalar, (0.9, 0.999)]
     yield fused_optimizer.lars_norms, [w, g, segments], {"scale": scalar}

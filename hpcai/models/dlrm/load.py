@@ -19,10 +19,10 @@ def torchrec_names(cfg: DLRMConfig, tables: Sequence[str] = ()) -> dict[str, str
     last = len(cfg.top) - 1
     layers = {f"bottom.{k}": f"dense_arch.model._mlp.{k}._linear" for k in range(len(cfg.bottom))}
     layers |= {f"top.{k}": f"over_arch.model.0._mlp.{k}._linear" for k in range(last)} | {f"top.{last}": "over_arch.model.1"}
-    kernels = {"V": "V_kernels", "W": "W_kernels", "bias": "bias"}
+    kernels, count = {"V": "V_kernels", "W": "W_kernels", "bias": "bias"}, cfg.cross_layers
     return {
         **{f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in layers.items() for kind in ("weight", "bias")},
-        **{f"cross.{k}.{ours}": f"inter_arch.crossnet.{theirs}.{k}" for ours, theirs in kernels.items() for k in range(cfg.cross_layers)},
+        **{f"cross.{k}.{ours}": f"inter_arch.crossnet.{theirs}.{k}" for ours, theirs in kernels.items() for k in range(count)},
         **{f"embedding.{t}.weight": f"{_TABLES}{tables[t] if tables else f't_cat_{t}'}.weight" for t in range(len(cfg.rows))},
     }
 
@@ -33,9 +33,9 @@ def in_form(state: Mapping[str, Tensor], cfg: DLRMConfig, form: str) -> dict[str
 
 
 def load_weights(path: str | Path, cfg: DLRMConfig | None = None) -> DLRM:
-    """Load a model in evaluation mode, with a new state of Adagrad, from safetensors of hpcai, or from a state dict of hpcai or of
-    torchrec's DLRM_DCN (``.pt``), whose settings ``cfg`` gives: such files lack the hotness. Raises CheckpointError if the weights do
-    not fit."""
+    """Load a model in evaluation mode, with a new state of Adagrad, from safetensors of hpcai, or from a state dict of hpcai or
+    of torchrec's DLRM_DCN (``.pt``), whose settings ``cfg`` gives: such files lack the hotness. Raises CheckpointError if the
+    weights do not fit."""
     path = Path(path)
     state, saved_cfg = weights.load_state(path, "dlrm", DLRMConfig)
     if saved_cfg is None and cfg is None:

@@ -31,8 +31,9 @@ def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
 
 
 def auc(scores: Tensor, labels: Tensor) -> Fraction:
-    """Return the area under the ROC curve, exactly: the fraction of pairs of a positive and a negative in which the positive has the
-    higher score; ties count 1/2. Raises DataError for NaN, for other labels than 0 and 1, or if there is no pair.   [N] each"""
+    """Return the area under the ROC curve, exactly: the fraction of pairs of a positive and a negative in which the positive has
+    the higher score; ties count 1/2. Raises DataError for NaN, for other labels than 0 and 1, or if there is no pair.   [N]
+    each"""
     _, positives, negatives = count_scores(scores, labels)
     return auc_of_wins(count_wins(positives, negatives), int(positives.sum()), int(negatives.sum()))
 

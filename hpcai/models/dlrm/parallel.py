@@ -1,6 +1,8 @@
-"""Hybrid parallelism of DLRM-dcnv2: replicas of the dense network share the embedding tables; and the AUC of scores on all ranks."""
+"""Hybrid parallelism of DLRM-dcnv2: replicas of the dense network share the embedding tables; and the AUC of scores on all
+ranks."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import torch
 import torch.distributed as torch_dist
@@ -28,19 +30,18 @@ def parallelize(model: DLRM, mesh: Mesh, plan: ShardingPlan | None = None) -> DL
 
 
 def exchange(model: DLRM, batch: Batch) -> Batch:
-    """Send the ids of ``batch`` to the ranks of their tables, as a ``batch_transform``: outside of a captured step, and before it is
-    split into micro-batches. Without it, the step does so. A collective call."""
+    """Send the ids of ``batch`` to the ranks of their tables, as a ``batch_transform``: outside of a captured step, and before it
+    is split into micro-batches. Without it, the step does so. A collective call."""
     seam = model.embedding.exchange
     return batch if seam is None else batch._replace(ids=seam.exchange(batch.ids))
 
 
 def auc_of_ranks(scores: Tensor, labels: Tensor, axis: Axis) -> Fraction:
-    """Return the AUC of the scores of all ranks along ``axis``, as ``objective.auc``. A collective call, after which all ranks return
-    the same, or raise DataError.   [N] each, N of each rank
+    """Return the AUC of the scores of all ranks along ``axis``, as ``objective.auc``. A collective call, after which all ranks
+    return the same, or raise DataError.   [N] each, N of each rank
 
-    Each rank counts the pairs in one range of scores. It gets distinct scores with their numbers of positives and negatives: no rank
-    has all scores, and one that many samples have is one row of each rank.
-    """
+    Each rank counts the pairs in one range of scores. It gets distinct scores with their numbers of positives and negatives: no
+    rank has all scores, and one that many samples have is one row of each rank. """
     problem = ""
     try:
         counts = count_scores(scores, labels)
@@ -65,7 +66,7 @@ def _by_range(keys: Tensor, positives: Tensor, negatives: Tensor, axis: Axis) ->
     quantiles = all_gather_numbers(local, axis).flatten().sort().values.to(keys)
     inner = quantiles[[len(quantiles) * rank // axis.size for rank in range(1, axis.size)]]
     edges = [0, *torch.searchsorted(keys, inner).tolist(), len(keys)]
-    sent = [b - a for a, b in zip(edges, edges[1:])]
+    sent = [b - a for a, b in pairwise(edges)]
     received = all_gather_numbers(sent, axis, torch.int64)[:, axis.rank].tolist()
     rows = torch.stack((keys.view(torch.int64), positives, negatives), 1)
     output = rows.new_empty(sum(received), 3)
