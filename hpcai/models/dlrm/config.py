@@ -43,5 +43,5 @@ class DLRMConfig(Settings):
         if len(self.rows) != len(self.hotness):
             raise ValueError(f"rows has {len(self.rows)} entries and hotness {len(self.hotness)}; give one of each for a table")
         if (self.bottom[-1], self.top[-1]) != (self.dim, 1):
-            raise ValueError(f"bottom ends with {self.bottom[-1]} channels, top with {self.top[-1]}; expected {self.dim} (dim) and 1")
+            raise ValueError(f"bottom ends with {self.bottom[-1]} channels, top with {self.top[-1]}; expected {self.dim} and 1")
         return self
