@@ -108,7 +108,7 @@ def _row_gradients(layout: Layout, ids: Tensor, grad: Tensor) -> Iterator[tuple[
     starts = F.pad((order[1:] != order[:-1]).nonzero().flatten() + 1, (1, 1))
     starts[-1] = len(order)
     touched = order[starts[: -1 if len(order) else 0]].long()
-    edges = torch.searchsorted(touched, torch.tensor(begins, device=ids.device)).tolist()
+    edges = [int(torch.searchsorted(touched, begin)) for begin in begins]
     size = max(_CHUNK // channels, 1)
     for table, (begin, end) in enumerate(pairwise(edges)):
         for a in range(begin, end, size):

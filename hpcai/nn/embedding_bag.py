@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcai.dynamo import UntransformedFunction, disable_dynamo
-from hpcai.errors import ConfigError, DataError
+from hpcai.errors import DataError
 from hpcai.kernels.embedding_update import Layout, adagrad_, dense_gradients, pool
 from hpcai.nn.matmul import cast_to_autocast
 
@@ -45,7 +45,6 @@ class TableGroup:
         rows, first_rows = [len(table.weight) for table in tables], [table.first_row for table in tables]
         self.layout = Layout(tuple(hotness), tuple(rows), tuple(first_rows))
         self.saved: list[tuple[Tensor, Tensor]] = []
-        self.captured = False
 
     def pool(self, ids: Tensor) -> Tensor:
         """Return the sums of the rows of each bag.   [B, K] -> [B, T D]"""
@@ -56,8 +55,6 @@ class TableGroup:
         saved, self.saved = self.saved, []
         if not saved or not self.tables:
             return
-        if self.captured and not torch.cuda.is_current_stream_capturing():
-            raise ConfigError("step.capture is forward, but embedding tables need the update in the graph; set it to whole or none")
         weights, sums = [table.weight for table in self.tables], [table.sum for table in self.tables]
         ids, grad = (parts[0] if len(saved) == 1 else torch.cat(parts) for parts in zip(*saved))
         scalars: dict[str, Any] = {"lr": lr, "scale": scale, "found_inf": skip, "eps": eps}
@@ -86,7 +83,6 @@ class _Pool(UntransformedFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.group.captured = grad.is_cuda and torch.cuda.is_current_stream_capturing()
         ctx.group.saved.append((ctx.ids, grad))
         return None, None, None
 

@@ -80,9 +80,11 @@ class Step:
         self.average = WeightAverage(self.model, self.optimizer, self.reducer, cfg)
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
         self.self_updating: list[Any] = [part for part in model.modules() if hasattr(part, "update_")]  # such as embedding tables
-        settings = {"shard": cfg.shard == "weights", "clip": cfg.clip is not None, "ema_decay": cfg.ema_decay is not None}
-        if self.self_updating and (used := [f"step.{name}" for name, is_set in settings.items() if is_set]):
-            raise ConfigError(f"{used[0]} does not apply to {type(self.self_updating[0]).__name__}, which updates itself; unset it")
+        unsupported = {"shard=weights": cfg.shard == "weights", "capture=forward": cfg.capture == "forward",
+                       "clip": cfg.clip is not None, "ema_decay": cfg.ema_decay is not None}  # fmt: skip
+        if self.self_updating and (names := [name for name, is_set in unsupported.items() if is_set]):
+            kind = type(self.self_updating[0]).__name__
+            raise ConfigError(f"step.{names[0]} does not work with {kind}, which updates itself in the step; leave it out")
         self._balanced = [part for part in model.modules() if isinstance(part, Router) and part.bias_update_rate]
         each = cfg.clip_per == "sample"
         if each and mesh.model_parallel.size > 1:

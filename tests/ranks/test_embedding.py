@@ -23,6 +23,7 @@ from hpcai.parallel.embedding_plan import Shard, ShardingPlan, plan_shards
 from hpcai.settings import StepConfig
 from hpcai.train.evaluation import evaluate
 from hpcai.train.step import Step
+from tests.cpu_graph import CPUGraph
 from tests.ranks.launch import on_ranks
 from tests.ranks.training import STEPS, Case, check_reshard, check_sharded_equals_full
 from tests.reference_data import load_json, load_tensors
@@ -197,6 +198,6 @@ def test_plans_and_settings_that_do_not_fit_are_refused() -> None:
             shard_embedding_bags(EmbeddingBags(ROWS, DIM, HOTNESS), mesh, new_plan("table", ranks, rowwise))
     with pytest.raises(ConfigError, match="row-wise Adagrad needs full rows"):
         new_plan("column", 2, rowwise=True)
-    for name, value in (("clip", 1.0), ("ema_decay", 0.9)):
-        with pytest.raises(ConfigError, match=f"step.{name} does not apply to EmbeddingBags"):
-            Step(Network(Mesh({}), ""), loss, StepConfig(**{name: value}), Mesh({}))  # type: ignore[arg-type]
+    for name, value in (("clip", 1.0), ("ema_decay", 0.9), ("shard", "weights"), ("capture", "forward")):
+        with pytest.raises(ConfigError, match=rf"step.{name}\S* does not work with EmbeddingBags"):
+            Step(Network(Mesh({}), ""), loss, StepConfig(**{name: value}), Mesh({}), graph=CPUGraph)  # type: ignore[arg-type]
