@@ -38,10 +38,8 @@ class TableGroup:
     since the last update. ``like``: A table with their dtype, also if there is none. ``all_reduce``: For replicated tables, sums
     their dense gradients over all ranks."""
 
-    def __init__(
-        self, tables: Sequence[EmbeddingTable], hotness: Sequence[int], like: EmbeddingTable, all_reduce: Any = None
-    ) -> None:  # fmt: skip
-        self.tables, self.like, self.all_reduce = list(tables), like, all_reduce
+    def __init__(self, tables: list[EmbeddingTable], hotness: Sequence[int], like: EmbeddingTable, all_reduce: Any = None) -> None:
+        self.tables, self.like, self.all_reduce = tables, like, all_reduce
         rows, first_rows = [len(table.weight) for table in tables], [table.first_row for table in tables]
         self.layout = Layout(tuple(hotness), tuple(rows), tuple(first_rows))
         self.saved: list[tuple[Tensor, Tensor]] = []
@@ -95,9 +93,7 @@ class EmbeddingBags(nn.Module):
     ``finish`` overlaps with the communication of sharded tables (``hpcai.parallel.embedding``). ``rowwise``: Adagrad has one
     state for each row, in place of one for each element. A step calls ``update_``. """
 
-    def __init__(
-        self, rows: Sequence[int], dim: int, hotness: Sequence[int], *, rowwise: bool = False, eps: float = 1e-8
-    ) -> None:  # fmt: skip
+    def __init__(self, rows: Sequence[int], dim: int, hotness: Sequence[int], *, rowwise: bool = False, eps: float = 1e-8) -> None:
         super().__init__()
         self.rows, self.dim, self.hotness, self.rowwise, self.eps = tuple(rows), dim, tuple(hotness), rowwise, eps
         for number, n in enumerate(rows):

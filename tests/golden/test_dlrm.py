@@ -92,9 +92,9 @@ def test_auc_is_exact_also_with_ties() -> None:
     for case, expected in load_json("dlrm/auc").items():
         scores, labels = arrays[f"{case}/scores"], arrays[f"{case}/labels"]
         assert auc(scores, labels) == Fraction(expected["numerator"], expected["denominator"])
-    for wrong, message in (((scores, labels * 0), "both classes"), ((scores / 0 * 0, labels), "are NaN"), ((scores, labels * 2), "2")):
+    for factor, label, message in ((1, 0, "both classes"), (torch.nan, 1, "are NaN"), (1, 2, "labels 0 and 1")):
         with pytest.raises(DataError, match=message):
-            auc(*wrong)
+            auc(scores * factor, labels * label)
 
 
 def test_the_benchmark_has_the_parameters_and_names_of_torchrec() -> None:

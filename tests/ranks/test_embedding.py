@@ -1,4 +1,4 @@
-"""Sharded embedding tables train, and are checkpointed, as on one process, by plans of all kinds; the AUC of scores on all ranks."""
+"""Sharded embedding tables train, and are checkpointed, as on one process, by plans of all kinds; the AUC over ranks."""
 
 from fractions import Fraction
 from itertools import product

@@ -1,6 +1,7 @@
 """Embedding tables with their own update equal torch's EmbeddingBag with torch's Adagrad. Wrong bags are refused."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hpcai.nn.embedding_bag import EmbeddingBags, check_ids, pad_bags
        samples=st.integers(1, 9), chunk=st.sampled_from([1, 60, 1 << 17]))  # fmt: skip
 def test_tables_equal_those_of_torch(seed: int, rows: list[int], dim: int, samples: int, chunk: int) -> None:
     """Two micro-batches a step, whose bags are ragged."""
-    generator, embedding_update._CHUNK = torch.Generator().manual_seed(seed), chunk
+    generator = torch.Generator().manual_seed(seed)
     hotness = [1 + n % 3 for n in rows]
     bags = EmbeddingBags(rows, dim, hotness, eps=1e-6).double()
     theirs = [nn.EmbeddingBag(n, dim, mode="sum", include_last_offset=True).double() for n in rows]
@@ -37,22 +38,22 @@ def test_tables_equal_those_of_torch(seed: int, rows: list[int], dim: int, sampl
             torch.testing.assert_close(pooled, expected)
             for x, factor in ((pooled, 1.0), (expected, 0.5)):
                 (x * weights * factor).sum().backward()
-        bags.update_(lr, scale, skip)
+        with patch.object(embedding_update, "_CHUNK", chunk):
+            bags.update_(lr, scale, skip)
         optimizer.step()
         optimizer.zero_grad()
     for table, weight in zip(bags.tables, parameters):
         torch.testing.assert_close(table.weight, weight, rtol=1e-9, atol=1e-9)
-    embedding_update._CHUNK = 1 << 17
 
 
-@given(n=st.sampled_from([1, 1000, 262_145]), decay=st.sampled_from([0.0, 0.1]), dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_adagrad_equals_torch(n: int, decay: float, dtype: torch.dtype) -> None:
-    draws = torch.randn(4, n, generator=torch.Generator().manual_seed(n)).to(dtype)
-    parameter, weights, state = nn.Parameter(draws[0].clone()), draws[0].clone(), torch.zeros(n, dtype=dtype)
-    optimizer, scalars = torch.optim.Adagrad([parameter], lr=0.125, eps=1e-6, weight_decay=decay), {"lr": torch.tensor(0.125), "eps": 1e-6}
+@given(n=st.sampled_from([1, 1000, 262_145]), weight_decay=st.sampled_from([0.0, 0.1]), wide=st.booleans())
+def test_adagrad_equals_torch(n: int, weight_decay: float, wide: bool) -> None:
+    draws = torch.randn(4, n, generator=torch.Generator().manual_seed(n)).to(torch.float64 if wide else torch.float32)
+    parameter, weights, state = nn.Parameter(draws[0].clone()), draws[0].clone(), torch.zeros_like(draws[0])
+    options: dict[str, Any] = {"eps": 1e-6, "weight_decay": weight_decay}
+    optimizer, lr, scale = torch.optim.Adagrad([parameter], lr=0.125, **options), torch.tensor(0.125), torch.tensor(1.0)
     for number, gradient in enumerate((draws[1], draws[2], draws[3] * torch.nan)):
-        skip = torch.tensor(float(number == 2))
-        adagrad_(weights, gradient, state, scale=torch.tensor(1.0), found_inf=skip, weight_decay=decay, **scalars)
+        adagrad_(weights, gradient, state, lr=lr, scale=scale, found_inf=torch.tensor(float(number == 2)), **options)
         if number < 2:
             parameter.grad = gradient.clone()
             optimizer.step()
