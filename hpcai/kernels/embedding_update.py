@@ -60,7 +60,7 @@ def adagrad_(weights: Sequence[Tensor], sums: Sequence[Tensor], layout: Layout, 
     row (row-wise Adagrad). ``lr``, ``scale`` of the gradient and ``found_inf`` are device scalars; with ``found_inf`` 1 nothing
     changes.
 
-    Shape: weights [R, D] and sums [R, D] or [R, 1] of each table, ids [N, K], grad [N, T, D] of the bags """
+    Shape: weights [R, D] and sums [R, D] or [R, 1] of each table, ids [N, K], grad [N, T, D] of the bags"""
     if triton_support.is_supported(grad):
         for table, (weight, s, index) in enumerate(zip(weights, sums, layout.split(ids))):
             _kernels().update(weight, s, index, grad[:, table], lr, scale, found_inf, eps)

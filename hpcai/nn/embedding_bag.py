@@ -3,7 +3,7 @@
 No optimizer and no gradient bucket sees a table: a backward pass keeps the ids and the gradients of pooled embeddings, and after
 the optimizer step ``update_`` updates the touched rows (``hpcai.kernels.embedding_update``).
 
-B bags of each table, T tables, D their dim, K the sum of their hotness (the most ids of a bag) """
+B bags of each table, T tables, D their dim, K the sum of their hotness (the most ids of a bag)"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -91,7 +91,7 @@ class EmbeddingBags(nn.Module):
     A row of the ids has all bags of a sample, table after table, each padded with -1 to its ``hotness``: ``pad_bags`` makes it of
     ragged bags. An id that is there twice counts twice, and an empty bag gives 0. What is computed between ``begin`` and
     ``finish`` overlaps with the communication of sharded tables (``hpcai.parallel.embedding``). ``rowwise``: Adagrad has one
-    state for each row, in place of one for each element. A step calls ``update_``. """
+    state for each row, in place of one for each element. A step calls ``update_``."""
 
     def __init__(self, rows: Sequence[int], dim: int, hotness: Sequence[int], *, rowwise: bool = False, eps: float = 1e-8) -> None:
         super().__init__()

@@ -114,7 +114,7 @@ def plan_shards(
     have fewer than ``replicated_bytes``. The others begin table-wise. Again and again all are placed, the costliest first, each
     on the rank with the least cost that has room; then the costliest shard, or the largest if there was no room, is halved by
     columns, or by rows where columns would be few; the best plan is kept. Raises ConfigError with the number of ranks that would
-    hold the tables. """
+    hold the tables."""
     size, room, replicated = [_bytes(n, dim, rowwise) for n in rows], memory / 2, set[int]()  # at least half is for shards
     for table in sorted(range(len(rows)), key=size.__getitem__) if ranks > 1 else ():
         less_traffic = 2 * rows[table] * dim <= batch // ranks * (2 * dim + hotness[table])

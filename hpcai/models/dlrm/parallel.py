@@ -41,7 +41,7 @@ def auc_of_ranks(scores: Tensor, labels: Tensor, axis: Axis) -> Fraction:
     return the same, or raise DataError.   [N] each, N of each rank
 
     Each rank counts the pairs in one range of scores. It gets distinct scores with their numbers of positives and negatives: no
-    rank has all scores, and one that many samples have is one row of each rank. """
+    rank has all scores, and one that many samples have is one row of each rank."""
     problem = ""
     try:
         counts = count_scores(scores, labels)
