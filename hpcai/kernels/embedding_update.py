@@ -1,12 +1,10 @@
 """Lookups in embedding tables, and Adagrad on the rows that a batch touched, fused with the gradients of these rows.
 
-The gradient of a row is the sum of the gradients of all bags that contain its id, as often as they contain it. It is summed before
-it is squared, and no gradient of a table or of all ids is stored. On CUDA each table has one Triton kernel
-(``embedding_update_triton``) behind a sort. Elsewhere it is torch: one sort for all tables, then chunks of rows that stay in the
-cache.
+The gradients of all bags that contain an id are summed before they are squared, and no gradient of a table or of all ids is
+stored. On CUDA each table has a sort and a Triton kernel (``embedding_update_triton``). Elsewhere it is torch: one sort for all
+tables, then chunks of rows that stay in the cache.
 
-N bags of each table, T tables, D channels, H ids of a bag at most, K the sum of H over tables, R rows
-"""
+N bags of each table, T tables, D channels, H ids of a bag at most, K the sum of H over tables, R rows"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,14 +1,12 @@
 """Sharded embedding tables: ids travel to the ranks that hold their rows, and pooled embeddings travel back.
 
-    plan = plan_shards(rows, hotness, dim, ranks=mesh["replicate"].size, memory=60e9, batch=65536)
-    shard_embedding_bags(bags, mesh, plan)
-    ids = bags.exchange.exchange(ids)                              # before the step, of static shapes; otherwise in it
-    pending = bags.begin(ids)
-    x = mlp(dense)                                                 # while pooled embeddings travel, in the backward pass too
+    shard_embedding_bags(bags, mesh, plan_shards(rows, hotness, dim, ranks=mesh["replicate"].size, memory=60e9, batch=65536))
+    pending = bags.begin(bags.exchange.exchange(ids))            # the exchange may come before the step: shapes are static
+    x = mlp(dense)                                               # while pooled embeddings travel, in the backward pass too
     pooled = bags.finish(pending)
 
-Bags are padded, so that one all-to-all brings all ids. A shard of rows pools the ids of its rows, and the parts are added; a shard
-of columns pools its columns. The gradients that come back are those of all ranks: a row is updated by its owner, once.
+Bags are padded, so that one all-to-all brings all ids. A shard of rows pools the ids of its rows, and the parts are added. The
+gradients that come back are those of all ranks: a row is updated by its owner, once.
 B samples of a rank, n ranks, T tables, D their dim, K ids of a sample, W channels that a rank pools
 """
 

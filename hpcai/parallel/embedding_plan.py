@@ -1,9 +1,7 @@
-"""Plans of sharded embedding tables: which rank holds which rows and columns of which table. Imports no torch.
+"""Plans of sharded embedding tables: lists of shards, so that table-wise, row-wise, column-wise and grid sharding (torchrec's
+words) can be mixed. Imports no torch."""
 
-A plan is a list of shards, so that table-wise, row-wise, column-wise and grid sharding (torchrec's words) can be mixed. A table
-without shards is replicated (data_parallel).
-"""
-
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,9 +33,9 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The shards of tables with ``rows``, ``hotness`` and ``dim`` on so many ``ranks``. ``network``: Time of a byte on the
-    network, in that of a byte of a lookup (NVIDIA, MLPerf v3.1: 7/4 within a node, 67/4 between nodes). Raises ConfigError if the
-    shards of a table do not cover it once, or a rank has two of them."""
+    """The shards of tables with ``rows``, ``hotness`` and ``dim`` on so many ``ranks``; a table without shards is replicated.
+    ``network``: Time of a byte on the network, in that of a byte of a lookup (NVIDIA, MLPerf v3.1: 7/4 within a node, 67/4 between
+    nodes). Raises ConfigError if the shards of a table do not cover it once, or a rank has two of them."""
 
     rows: tuple[int, ...]
     hotness: tuple[int, ...]
@@ -50,14 +48,14 @@ class ShardingPlan:
     def __post_init__(self) -> None:
         for table in sorted({shard.table for shard in self.shards}):
             mine = [shard for shard in self.shards if shard.table == table]
-            owners, n, d = [shard.owner for shard in mine], self.rows[table], self.dim
+            owners, n, d = {shard.owner for shard in mine}, self.rows[table], self.dim
             inside = all(0 <= s.rows[0] < s.rows[1] <= n and 0 <= s.columns[0] < s.columns[1] <= d for s in mine)
             apart = all(a[1] <= b[0] or b[1] <= a[0] or c[1] <= e[0] or e[1] <= c[0]
                         for k, (_, a, c, _) in enumerate(mine) for _, b, e, _ in mine[:k])  # fmt: skip
-            if not (inside and apart and sum(s.height * s.width for s in mine) == n * d):
-                raise ConfigError(f"shards of table {table} do not cover its {n} rows and {d} columns once: {mine}")
-            if len({*owners}) < len(owners) or not {*owners} <= {*range(self.ranks)}:
-                raise ConfigError(f"shards of table {table} are on ranks {owners}, expected different ones below {self.ranks}")
+            covered = inside and apart and sum(s.height * s.width for s in mine) == n * d
+            if not covered or len(owners) < len(mine) or not owners <= {*range(self.ranks)}:
+                raise ConfigError(f"table {table} has the shards {mine}; expected {n} rows and {d} columns once, each shard on "
+                                  f"another of {self.ranks} ranks")  # fmt: skip
             if self.rowwise and any(s.width != d for s in mine):
                 raise ConfigError(f"table {table} has shards of columns, but row-wise Adagrad needs full rows; shard its rows")
 
@@ -83,25 +81,18 @@ class ShardingPlan:
         boxes = [(self.rows[t], self.dim) for t in self.replicated] + [(shard.height, shard.width) for shard in self.owned(rank)]
         return sum(_bytes(*box, self.rowwise) for box in boxes)
 
-    def sent(self, rank: int, samples: int) -> dict[str, int]:
-        """Return the bytes that ``rank`` sends to others in a step with ``samples`` on each rank: ids, pooled embeddings, the
-        gradients of those of others, and the all-reduce of gradients of replicated tables."""
-        others, item = [other for other in range(self.ranks) if other != rank], ITEMSIZE * samples
-        dense = ITEMSIZE * self.dim * sum(self.rows[t] for t in self.replicated)
-        embeddings, gradients = len(others) * self.width(rank), sum(map(self.width, others))
-        return {"ids": item * sum(map(self.ids, others)), "embeddings": item * embeddings, "gradients": item * gradients,
-                "replicated": 2 * len(others) * dense // self.ranks}  # fmt: skip
+    def sent(self, rank: int, samples: int) -> list[int]:
+        """Return the bytes of ids, of pooled embeddings, and of the gradients of those of others, that ``rank`` sends in a step
+        with ``samples`` on each rank, in float32."""
+        others = [other for other in range(self.ranks) if other != rank]
+        numbers = sum(map(self.ids, others)), len(others) * self.width(rank), sum(map(self.width, others))
+        return [ITEMSIZE * samples * number for number in numbers]
 
     def cost(self, rank: int) -> float:
         """Return the time of ``rank`` for a sample of the batch, in lookups of full rows: those in its shards, plus ``network``
         times the channels that it sends and the ids that it receives."""
         lookups = sum(self.hotness[s.table] * s.height / self.rows[s.table] * s.width for s in self.owned(rank))
         return (lookups + self.network * (self.width(rank) + self.ids(rank))) / self.dim
-
-    @property
-    def max_cost(self) -> float:
-        """The cost of the slowest rank."""
-        return max(map(self.cost, range(self.ranks)))
 
 
 def plan_shards(
@@ -124,13 +115,14 @@ def plan_shards(
     shared = sum(size[table] for table in replicated)
 
     def find(ranks: int) -> ShardingPlan | None:
-        splits, best = {t: (1, 1) for t in range(len(rows)) if t not in replicated}, None  # parts of rows and of columns
+        splits, best, least = {t: (1, 1) for t in range(len(rows)) if t not in replicated}, None, math.inf  # parts of rows, columns
         while True:
             costs = {t: hotness[t] / r / c + network * (1 / c + hotness[t] / dim) for t, (r, c) in splits.items()}
             shards = [shard for t in sorted(splits, key=lambda t: (-costs[t], t)) for shard in _boxes(t, rows[t], dim, *splits[t])]
             if (placed := _place(shards, costs, ranks, memory - shared, rowwise)) is not None:
                 plan = ShardingPlan(tuple(rows), tuple(hotness), dim, ranks, tuple(placed), rowwise, network)
-                best = plan if best is None or plan.max_cost < best.max_cost - 1e-9 else best
+                if (slowest := max(map(plan.cost, range(ranks)))) < least - 1e-9:
+                    best, least = plan, slowest
             keys = costs if best else {t: size[t] / r / c for t, (r, c) in splits.items()}
             for table in sorted(splits, key=keys.__getitem__, reverse=True)[: 1 if best else None]:
                 r, c = splits[table]
