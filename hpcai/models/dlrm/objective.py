@@ -20,7 +20,8 @@ class Batch(NamedTuple):
 
 def predictions(model: Any, batch: Batch) -> dict[str, Tensor]:
     """Return logits and labels, for the AUC and for plots.   [B] each"""
-    logits = model(batch.dense, batch.ids)
+    is_double = next(model.parameters()).dtype == torch.float64  # a model in lower precision casts its input itself
+    logits = model(batch.dense.double() if is_double else batch.dense, batch.ids)
     return {"logit": logits if logits.dtype == torch.float64 else logits.float(), "label": batch.label}
 
 
