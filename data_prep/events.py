@@ -256,22 +256,24 @@ class Recipe(command.Recipe):
     seed: int = command.seed()
     validation: float = command.fraction(0.25, "validation events")
     test: float = 0.0
-    organisms: int = option(12, "genomes, of which one is the target", type=command.within(2, 10_000, int))
-    genome: int = option(40_000, "bases of a genome", type=command.within(1000, 1e8, int))
-    divergence: float = option(0.03, "mean substitutions of a base on a branch of their tree", type=command.within(0, 0.5))
+    organisms: int = option(24, "strains of the species", type=command.within(2, 10_000, int))
+    genome: int = option(20_000, "bases of a genome", type=command.within(1000, 1e8, int))
+    divergence: float = option(0.02, "mean substitutions of a base on a branch of their tree", type=command.within(0, 0.5))
+    recombination: float = option(0.9, "fraction of the bases that strains exchange", type=command.within(0, 1))
+    pathogens: float = option(0.5, "fraction of strains and reads that are positive", type=command.within(0.01, 0.9))
     length: int = option(100, "mean bases of a read", type=command.within(60, 1000, int))
-    rows: int = option(18, "log2 of the rows of the largest tables", type=command.within(12, 30, int))
+    rows: int = option(16, "log2 of the rows of the largest tables", type=command.within(12, 30, int))
     fields: int = option(8, "tables of clicks", type=command.within(2, 100, int))
     positives: float = option(0.03, "fraction of clicks", type=command.within(1e-4, 0.5))
 
 
 class Reads:
-    """Reads of a metagenome. Genomes are the leaves of a random tree; conserved genes mutate ten times less. The target is the leaf
-    that has the closest relatives. Tables: canonical k-mers of a read, at all positions, at minimizers (Roberts et al. 2004), or of
+    """Reads of the strains of a species. Genomes are the leaves of a random tree; conserved genes mutate ten times less. Then strains
+    exchange bases, as in a species that recombines: those of pathogens differ from others by combinations of bases. Tables: canonical k-mers of a read, at all positions, at minimizers (Roberts et al. 2004), or of
     a spaced seed (Ma et al. 2002), hashed."""
 
-    names = "6-mers", "10-mers", "14-mers", "spaced", "minimizers 21", "minimizers 31"
-    seeds = 6 * "1", 10 * "1", 14 * "1", "11010011001101011001011", 21 * "1", 31 * "1"
+    names = "6-mers", "8-mers", "10-mers", "12-mers", "spaced", "minimizers"
+    seeds = 6 * "1", 8 * "1", 10 * "1", 12 * "1", "1101100110110011011", 15 * "1"
     window, gene, error = 9, 500, 0.02          # k-mers of a minimizer's window, bases, mean rate
     dense = 6
 
@@ -287,11 +289,13 @@ class Reads:
                 changed = rng.random(size) < rng.exponential(recipe.divergence) * np.where(conserved, 0.1, 1.0)
                 genomes.append(np.where(changed, (parent + rng.integers(1, 4, size, np.int8)) % 4, parent))
         self.genomes = np.stack(genomes)
-        distance = np.array([[(a != b).mean() for b in genomes] for a in genomes])
-        self.target = int(np.sort(distance, 1)[:, 1 : 1 + max(n // 3, 1)].mean(1).argmin())
-        self.distance, share = distance[self.target], rng.lognormal(0, 1, n)
-        share[self.target] = 0
-        self.abundance = 0.9 * share / share.sum() + 0.1 * (np.arange(n) == self.target)
+        exchanged = rng.random(size) < recipe.recombination
+        self.genomes[:, exchanged] = rng.permuted(self.genomes[:, exchanged], axis=0)
+        self.target = rng.permutation(n) < max(round(recipe.pathogens * n), 1)
+        self.distance = np.array([min((own != other).mean() for other in self.genomes[self.target]) for own in self.genomes])
+        share = rng.lognormal(0, 0.7, n)
+        parts = [np.where(self.target == kind, share, 0) for kind in (False, True)]
+        self.abundance = (1 - recipe.pathogens) * parts[0] / parts[0].sum() + recipe.pathogens * parts[1] / parts[1].sum()
         log2 = recipe.rows
         self.rows = [1 << k for k in (12, log2 - 4, log2 - 2, log2 - 2, log2, log2)]
         positions = [self.lengths[1] - len(seed) + 1 for seed in self.seeds]
@@ -347,7 +351,7 @@ class Reads:
         depth = np.ma.masked_array(self.coverage[codes[2]], codes[2] < 0)
         dense = (4 * (gc - 0.5), np.log(length / self.recipe.length), (quality - 18) / 4, np.log1p(longest) - 1,
                  np.log1p(np.ma.median(depth, 1).filled(0)) - 1, np.log1p(depth.max(1).filled(0)) - 2)  # fmt: skip
-        return pack(organism == self.target, np.stack(dense, 1), np.concatenate(ids, 1))
+        return pack(self.target[organism], np.stack(dense, 1), np.concatenate(ids, 1))
 
     def truth(self, parts: Sequence[tuple[int, int]]) -> dict[str, Array]:
         organism = np.concatenate([self.organisms(*part) for part in parts])
