@@ -262,7 +262,7 @@ class Recipe(command.Recipe):
     recombination: float = option(0.9, "fraction of the bases that strains exchange", type=command.within(0, 1))
     pathogens: float = option(0.5, "fraction of strains and reads that are positive", type=command.within(0.01, 0.9))
     length: int = option(100, "mean bases of a read", type=command.within(60, 1000, int))
-    rows: int = option(16, "log2 of the rows of the largest tables", type=command.within(12, 30, int))
+    rows: int = option(14, "log2 of the rows of the largest tables", type=command.within(12, 30, int))
     fields: int = option(8, "tables of clicks", type=command.within(2, 100, int))
     positives: float = option(0.03, "fraction of clicks", type=command.within(1e-4, 0.5))
 

@@ -96,7 +96,8 @@ class MetricSums:
             results |= part
         rows, self._rows = self._rows, {}
         for name, parts in sorted(rows.items()):
-            results[name] = float(parts[0].compute(*map(torch.cat, zip(*(part.rows for part in parts))), axis))
+            columns = [torch.cat(column).detach().to(device) for column in zip(*(part.rows for part in parts))]
+            results[name] = float(parts[0].compute(*columns, axis))
         return dict(sorted(results.items()))
 
     def all_reduce(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:
