@@ -5,11 +5,12 @@ optimizer for all weights.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from apps.dlrm.data import score
@@ -20,8 +21,16 @@ from hpcai.models.dlrm import DLRM, Batch, loss, parallelize
 from hpcai.nn.embedding_bag import EmbeddingBags
 
 
+class RandomConfig(Config):
+    """A DLRM run. Batches of random events have any size."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        return self
+
+
 class Benchmark(Workload):
-    settings, batch, fields, unit = Config, Batch, Batch._fields, "events"
+    settings, batch, fields, unit = RandomConfig, Batch, Batch._fields, "events"
     loss, metric = staticmethod(loss), staticmethod(score)
 
     def switches(self, cfg: Config, mesh: Mesh) -> list[Switch]:
