@@ -32,6 +32,7 @@ SHORT: dict[str, Names] = {
     "opencatalyst": {"TRAINING": 8, "HELD_OUT": 4, "STEPS": 2, "BATCH": 4, "WIDTH": 16, "GRID": 2, "RELAX": 2},
     "openfold": {"RELATIVES": 2, "RESIDUES": 24, "ROWS": 16, "STEPS": 2},
     "resnet": {"GALAXIES": 16, "HELD_OUT": 0.5, "STEPS": 2, "BATCH": 4},
+    "dlrm": {"READS": 400, "PASSES": 1, "BATCH": 8, "DIM": 4},
     "retinanet": {"IMAGES": 8, "HELD_OUT": 0.5, "STEPS": 2, "BATCH": 2},
     "unet3d": {"PATIENTS": 5, "HELD_OUT": 0.4, "STEPS": 2, "BATCH": 1, "FILTERS": (4, 6, 8)},
 }
@@ -48,6 +49,7 @@ IS_TRAINED: dict[str, Callable[[Names], bool]] = {
     "opencatalyst": lambda names: names["scores"]["force_mae"] < 0.4 * names["scores"]["force_zero"] and names["correlation"] > 0.9,
     "openfold": lambda names: names["lddt_after"] > 0.6 > 0.2 > names["lddt_before"],
     "resnet": lambda names: names["scores"]["accuracy"] > 0.7 and max(names["errors"].values()) < 0.12,
+    "dlrm": lambda names: names["areas"]["network"] > max(names["areas"]["logistic regression"] + 0.006, 0.9),
     "retinanet": lambda names: names["scores"]["ap50"] > 0.33 and names["scores"]["ap50_star"] > 0.7 and len(names["boxes"]) > 0,
     "unet3d": lambda names: names["scores"]["dice_kidney"] > 0.7 and names["scores"]["dice_tumour"] > 0.2 > names["baseline"],
 }
