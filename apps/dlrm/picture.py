@@ -1,4 +1,4 @@
-"""The figure of a run: ROC, calibration, and the AUC by abundance and relatedness of the organisms, if these are known.
+"""The figure of a run: ROC, calibration, and the AUC by abundance and distance of strains, if these are known.
 
 N events, O organisms
 """
@@ -30,14 +30,14 @@ class Events:
     teacher: np.ndarray | None                           # [N] logits of the teacher of clicks
     organism: np.ndarray | None                          # [N] from which a read comes
     abundance: np.ndarray                                # [O]
-    distance: np.ndarray                                 # [O] substitutions of a base between genome and target
+    distance: np.ndarray                                 # [O] substitutions of a base to the closest pathogen
 
     @property
     def probability(self) -> np.ndarray:
         return 1 / (1 + np.exp(-self.logit.clip(-50, 50)))
 
     def by_organism(self) -> dict[int, float]:
-        """Return the AUC of the target's reads against those of each other organism."""
+        """Return the AUC of the pathogens' reads against those of each other strain."""
         assert self.organism is not None
         others = np.unique(self.organism[self.label == 0])
         chosen = {int(o): (self.organism == o) | (self.label == 1) for o in others}
@@ -62,7 +62,7 @@ def read(path: Path) -> Events:
 def caption(results: Events) -> str:
     text = f"{len(results.label):,} validation events, of which {results.label.mean():.1%} are positive. "
     if results.organism is not None:
-        text += "Reads of the target against those of each other organism: close relatives share most of its k-mers. "
+        text += "Reads of pathogens against those of each harmless strain: rare strains were seldom seen. "
     return text + "The ROC curve has the events whose score is above each threshold; a probability of 80 % should be right 80 times in 100."
 
 
@@ -74,8 +74,8 @@ def finding(results: Events) -> Finding:
         text += f"; that of the teacher is {best:.4f}, so {(area - 0.5) / (best - 0.5):.0%} of what can be known is learnt"
     if results.organism is not None:
         values = results.by_organism()
-        closest = min(values, key=lambda o: results.distance[o])
-        text += f"; against the closest relative, {results.distance[closest]:.1%} apart, it is {values[closest]:.4f}"
+        rarest = min(values, key=lambda o: results.abundance[o])
+        text += f"; against the rarest strain, with {results.abundance[rarest]:.1%} of the reads, it is {values[rarest]:.4f}"
     return Finding(text, format_measured(area), "AUC")
 
 
@@ -118,10 +118,13 @@ def _draw_organisms(results: Events, theme: Theme) -> Figure:
     figure = Figure(figsize=(WIDTH, WIDTH * 0.75))
     axes, values = figure.subplots(), results.by_organism()
     keys = [*values]
-    size = 400 * np.sqrt(results.abundance[keys])
-    axes.scatter(100 * results.distance[keys], [*values.values()], s=size, color=theme.main, alpha=0.7)
-    axes.set(xlabel="substitutions between the genomes, per cent", ylabel="AUC of the target's reads")
-    panel_title(axes, "Relatives of the target", "one point for each organism; areas grow with its abundance", theme)
+    near = results.distance[keys] <= np.median(results.distance[keys])
+    for chosen, name, color in ((near, "closer", theme.main), (~near, "farther", theme.second)):
+        area = np.array([*values.values()])[chosen]
+        axes.scatter(100 * results.abundance[keys][chosen], area, color=color, alpha=0.7, label=f"{name} half of the strains")
+    axes.set(xlabel="reads of a harmless strain, per cent", ylabel="AUC of the pathogens' reads", xscale="log")
+    axes.legend(loc="lower right", fontsize=8)
+    panel_title(axes, "Harmless strains", "by their abundance and distance to the closest pathogen", theme)
     return figure
 
 

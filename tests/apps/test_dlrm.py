@@ -79,11 +79,11 @@ def test_the_figure_compares_relatives_and_teachers(tmp_path: Path) -> None:
     label, kept = (organism == 0).astype(np.float32), np.arange(2000)[::-1]
     logit = 3 * label + random.standard_normal(2000) - 1.5 * (organism == 3)
     distance, arrays = np.array([0, 0.01, 0.02, 0.2]), {"row": kept, "logit": logit[kept], "label": label[kept]}
-    np.savez(tmp_path / picture.FILE, **arrays, truth_organism=organism, truth_abundance=np.full(4, 0.25), truth_distance=distance)
+    np.savez(tmp_path / picture.FILE, **arrays, truth_organism=organism, truth_abundance=np.array([0.4, 0.1, 0.2, 0.3]), truth_distance=distance)
     results = picture.read(tmp_path / picture.FILE)
     by_organism = results.by_organism()
     assert by_organism.keys() == {1, 2, 3} and by_organism[3] > max(by_organism[1], by_organism[2]) > 0.9
-    assert "against the closest relative, 1.0% apart" in picture.finding(results).sentence and len(picture.draw(results, LIGHT)) == 3
+    assert "against the rarest strain, with 10.0% of the reads" in picture.finding(results).sentence and len(picture.draw(results, LIGHT)) == 3
     assert picture.table(results).rows[-1][1] == "400"
     np.savez(tmp_path / picture.FILE, **arrays, truth_logit=3 * label)
     results = picture.read(tmp_path / picture.FILE)
