@@ -1,11 +1,11 @@
 """Tables of events for DLRM: simulated reads of metagenomes or clicks, or Criteo's click logs.
 
     python -m data_prep.events simulate OUT         k-mers of reads from related genomes, or --kind clicks
-    python -m data_prep.events convert SOURCE OUT   Criteo, as MLPerf has it: day_*_{labels,dense}.npy with day_*_sparse.npy (one id
-                                                    in a table) or day_*_sparse_multi_hot.npz; or {train,val,test}_data.bin (HugeCTR)
+    python -m data_prep.events convert SOURCE OUT   Criteo as MLPerf has it: day_*_{labels,dense}.npy with day_*_sparse.npy (one id
+                                                    each) or day_*_sparse_multi_hot.npz; or {train,val,test}_data.bin (HugeCTR)
     python -m data_prep.events check OUT            all rows; positives, ids, and how unevenly they are used
 
-OUT has the form of hpcai.data.events. Training rows are shuffled, in parts of a bounded size; the two halves of the last day are for
+OUT has the form of hpcai.data.events. Training rows are shuffled, in parts of bounded size; the halves of the last day are for
 validation and test (MLPerf). Of a simulation, truth.npz has what is known of the validation rows.
 
 N rows, F numbers, K ids, L bases, P positions of k-mers"""
@@ -14,7 +14,8 @@ import argparse
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -70,18 +71,17 @@ def _write_part(path: Path, first: int, part: Part, count: int, width: int) -> d
     return {"rows": count}
 
 
-def finish(options: argparse.Namespace, dense: int, names: Sequence[str], rows: Sequence[int], hotness: Sequence[int], **extra: Any) -> None:
+def finish(options: argparse.Namespace, dense: int, names: Sequence[str], rows: Sequence[int], hotness: Sequence[int]) -> None:
     """Write table.json on rank 0, last, and print what it holds."""
     if store.rank_and_size()[0]:
         return
-    out, width = options.out, 1 + dense + sum(hotness)
-    store.wait_for([out / f"{split}.bin" for split in ("train", "validation")], Path.is_file, str)
-    splits = {}
+    out, width, splits = options.out, 1 + dense + sum(hotness), {}
     for path in (path for path in (out / f"{split}.bin" for split in store.SPLITS) if path.is_file()):
         label = np.memmap(path, "<f4", "r").reshape(-1, width)[:, 0]
-        splits[path.stem] = {"rows": len(label), "positives": sum(int(label[a : a + CHUNK].sum()) for a in range(0, len(label), CHUNK))}
-    tables = [{"name": name, "rows": int(n), "hotness": int(k)} for name, n, k in zip(names, rows, hotness, strict=True)]
-    write_json(out / "table.json", {"dense": dense, "tables": tables, "splits": splits, **extra})
+        positives = sum(int(label[a : a + CHUNK].sum()) for a in range(0, len(label), CHUNK))
+        splits[path.stem] = {"rows": len(label), "positives": positives}
+    tables = [{"name": name, "rows": n, "hotness": k} for name, n, k in zip(names, rows, hotness, strict=True)]
+    write_json(out / "table.json", {"dense": dense, "tables": tables, "splits": splits})
     shutil.rmtree(out / WORK, ignore_errors=True)
     describe(out, getattr(options, "check", True))
     print(f"next: {command_of_app('dlrm', 'small' if 'check' in options else 'node')} data.directory={out}", flush=True)
@@ -92,7 +92,7 @@ def finish(options: argparse.Namespace, dense: int, names: Sequence[str], rows: 
 
 @dataclass(frozen=True)
 class Source(command.Settings):
-    rows: tuple[int, ...] = option((), "of each table, to which ids are capped (modulo); default: MLPerf's", nargs="+", type=command.positive)
+    rows: tuple[int, ...] = option((), "of each table, to cap ids; default: MLPerf's", nargs="+", type=command.positive)
     hotness: tuple[int, ...] = option((), "ids of each table; default: MLPerf's", nargs="+", type=command.positive)
     memory: float = option(8.0, "GB of each worker, for a part of the training rows", type=command.within(1e-6, 1e4))
     shuffle: bool = option(True, "shuffle training rows", action=argparse.BooleanOptionalAction)
@@ -153,7 +153,7 @@ class Criteo:
                     "test": [(last, half, counts[last])]}  # fmt: skip
         for path in self.raw.values():
             if path.stat().st_size % (4 * self.width):
-                raise DataError(f"{path}: {path.stat().st_size:,} bytes are no multiple of the {4 * self.width} of a row; see --hotness")
+                raise DataError(f"{path}: its bytes are no multiple of the {4 * self.width} of a row; see --hotness, or fetch it")
         return {split: [(path.name, 0, path.stat().st_size // 4 // self.width)] for split, path in self.raw.items()}
 
     def read(self, name: str, first: int, end: int) -> Array:
@@ -161,12 +161,10 @@ class Criteo:
         if not self.days:
             rows = np.array(np.memmap(self.root / name, "<i4", "r").reshape(-1, self.width)[first:end])
             label = np.where(rows[:, 0] == 1, 1.0, rows[:, 0].view("<f4"))  # integers or float32
-            return pack(label, rows[:, 1 : 1 + DENSE].view("<f4"), self._capped(name, first, self._columns(rows[:, 1 + DENSE :])))
+            bags = np.split(rows[:, 1 + DENSE :], np.cumsum(self.hotness)[:-1], 1)
+            return pack(label, rows[:, 1 : 1 + DENSE].view("<f4"), self._capped(name, first, bags))
         label, dense = (map_npy(self.root / f"{name}_{kind}.npy")[first:end] for kind in ("labels", "dense"))
         return pack(label, dense, self._capped(name, first, self._bags(name, first, end)))
-
-    def _columns(self, ids: Array) -> list[Array]:
-        return np.split(ids, np.cumsum(self.hotness)[:-1], 1)
 
     def _bags(self, day: str, first: int, end: int) -> list[Array]:
         if (path := self.root / f"{day}_sparse_multi_hot.npz").is_file():
@@ -177,11 +175,12 @@ class Criteo:
         return [np.column_stack((own, extra[own])) for own, extra in zip(capped, self._extra)]
 
     def _capped(self, name: str, first: int, bags: list[Array]) -> Array:
-        for t, (bag, n, k) in enumerate(zip(bags, self.rows, self.hotness, strict=True)):
+        for t, (bag, k) in enumerate(zip(bags, self.hotness, strict=True)):
             if bag.shape[1] != k:
                 raise DataError(f"{name}: table {t} has {bag.shape[1]} ids, expected its hotness, {k}; see --hotness")
             if bag.size and bag.min() < 0:
-                raise DataError(f"{name}: row {first + int(np.argwhere(bag < 0)[0, 0]):,} has a negative id in table {t}; fetch it again")
+                row = first + int(np.argwhere(bag < 0)[0, 0])
+                raise DataError(f"{name}: row {row:,} has a negative id in table {t}; fetch it again")
         return np.concatenate([bag % n for bag, n in zip(bags, self.rows)], 1)
 
     @cached_property
@@ -202,7 +201,7 @@ class Criteo:
 
     def scatter(self, name: str, first: int, end: int, buckets: int) -> dict[str, Any]:
         """Send rows to the files of random buckets, and return their counts."""
-        folder, rng = self.work / f"{name}-{first}", store.generator(self.seed, 1, hash_name(f"{name} {first}"))
+        folder, rng = self.work / f"{name}-{first}", store.generator(self.seed, 1, zlib.crc32(f"{name} {first}".encode()))
         folder.mkdir(parents=True, exist_ok=True)
         counts, files = np.zeros(buckets, int), [(folder / f"{bucket}.bin").open("wb") for bucket in range(buckets)]
         for start in range(first, end, CHUNK):
@@ -216,12 +215,9 @@ class Criteo:
         return {"counts": counts.tolist()}
 
     def gather(self, folders: Sequence[str], bucket: int) -> Array:
-        rows = np.concatenate([np.fromfile(self.work / folder / f"{bucket}.bin", "<i4").reshape(-1, self.width) for folder in folders])
+        parts = [np.fromfile(self.work / folder / f"{bucket}.bin", "<i4") for folder in folders]
+        rows = np.concatenate(parts).reshape(-1, self.width)
         return rows[store.generator(self.seed, 2, bucket).permutation(len(rows))]
-
-
-def hash_name(name: str) -> int:
-    return int.from_bytes(name.encode(), "little") % (1 << 61)
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -229,21 +225,19 @@ def convert(options: argparse.Namespace) -> None:
     criteo = Criteo(options.source, source, work)
     ranges, size = criteo.ranges(), 4 * criteo.width
     store.claim_folder(options.out, {"kind": "convert", **source.json_dict, "source": str(options.source)})
+    work.mkdir(exist_ok=True)
     if criteo.days and not (options.source / f"{criteo.days[0]}_sparse_multi_hot.npz").is_file():
-        work.mkdir(exist_ok=True)
         list(store.all_gather_results({work / "multi-hot.json": criteo.write_extra_ids}, 1, "ids"))
     step = max(int(source.memory * 1e9 / 3) // size, 1)
     for split, pieces in ranges.items():
-        work.mkdir(exist_ok=True)
         cut = [(name, a, min(a + step, end)) for name, first, end in pieces for a in range(first, end, step)]
+        counts, parts = [end - a for _, a, end in cut], [partial(criteo.read, *piece) for piece in cut]
         if split == "train" and source.shuffle and not (options.out / "train.bin").is_file():
-            buckets = -(-sum(end - first for _, first, end in pieces) // step)
+            buckets = -(-sum(counts) // step)
             tasks = {work / f"scatter-{name}-{a}.json": partial(criteo.scatter, name, a, end, buckets) for name, a, end in cut}
-            counts = np.sum([done["counts"] for done in store.all_gather_results(tasks, options.workers, "shuffle")], 0)
-            parts: list[Part] = [partial(criteo.gather, [f"{name}-{a}" for name, a, _ in cut], bucket) for bucket in range(buckets)]
-            write_split(options, split, counts.tolist(), parts, criteo.width)
-        else:
-            write_split(options, split, [end - a for _, a, end in cut], [partial(criteo.read, *piece) for piece in cut], criteo.width)
+            counts = np.sum([done["counts"] for done in store.all_gather_results(tasks, options.workers, "shuffle")], 0).tolist()
+            parts = [partial(criteo.gather, [f"{name}-{a}" for name, a, _ in cut], bucket) for bucket in range(buckets)]
+        write_split(options, split, counts, parts, criteo.width)
     finish(options, DENSE, [f"cat_{t}" for t in range(len(criteo.rows))], criteo.rows, criteo.hotness)
 
 
@@ -268,9 +262,9 @@ class Recipe(command.Recipe):
 
 
 class Reads:
-    """Reads of the strains of a species. Genomes are the leaves of a random tree; conserved genes mutate ten times less. Then strains
-    exchange bases, as in a species that recombines: those of pathogens differ from others by combinations of bases. Tables: canonical k-mers of a read, at all positions, at minimizers (Roberts et al. 2004), or of
-    a spaced seed (Ma et al. 2002), hashed."""
+    """Reads of the strains of a species. Genomes are the leaves of a random tree, with conserved genes; then strains exchange bases,
+    as in a species that recombines: pathogens differ from others by combinations. Tables: canonical k-mers of a read, at all
+    positions, at minimizers (Roberts et al. 2004), or of a spaced seed (Ma et al. 2002), hashed."""
 
     names = "6-mers", "8-mers", "10-mers", "12-mers", "spaced", "minimizers"
     seeds = 6 * "1", 8 * "1", 10 * "1", 12 * "1", "1101100110110011011", 15 * "1"
@@ -300,15 +294,15 @@ class Reads:
         self.rows = [1 << k for k in (12, log2 - 4, log2 - 2, log2 - 2, log2, log2)]
         positions = [self.lengths[1] - len(seed) + 1 for seed in self.seeds]
         self.hotness = [*positions[:4], *(2 * count // 5 for count in positions[4:])]
-        codes = self._codes(self._draw(2, 0, PART)[1])
-        self.coverage = np.bincount(np.concatenate([ids[ids >= 0] for ids in codes[2:3]]), minlength=self.rows[2])
+        codes = self._codes(self._draw(2, 0, PART)[1])[2]
+        self.coverage = np.bincount(codes[codes >= 0], minlength=self.rows[2])
 
     def organisms(self, number: int, count: int) -> Array:
         return self.recipe.generator(3, number).choice(len(self.genomes), count, p=self.abundance)
 
     def _draw(self, stream: int, number: int, count: int) -> tuple[Array, Array, Array, Array]:
         """Return organisms, bases (4 beyond the end), lengths and error rates of reads.   [N], [N, L], [N], [N]"""
-        rng, organism = self.recipe.generator(stream, number), self.organisms(number if stream == 4 else -1 - number & 0xFFFF, count)
+        rng, organism = self.recipe.generator(stream, number), self.organisms(number, count)
         length, at = rng.integers(*self.lengths, count, endpoint=True), np.arange(self.lengths[1])
         first = rng.integers(0, self.recipe.genome - self.lengths[1], count)
         bases, rate = self.genomes[organism[:, None], first[:, None] + at], self.error * rng.lognormal(-0.125, 0.5, count)
@@ -389,7 +383,8 @@ class Clicks:
         """Return logits, numbers, ids and uniform random numbers.   [N], [N, F], [N, K], [N]"""
         rng = self.recipe.generator(stream, number)
         dense, fields = rng.normal(0, 1, (count, self.dense)), []
-        logit, total, squares = self.offset + dense @ self.linear + 0.3 * dense[:, 0] * dense[:, 1], 0.0, 0.0
+        logit = self.offset + dense @ self.linear + 0.3 * dense[:, 0] * dense[:, 1]
+        total, squares = np.zeros((2, count, 8))
         for end, most, bias, vectors in zip(self.ends, self.hotness, self.bias, self.vectors):
             ids = np.searchsorted(end, rng.random((count, most)), "right").clip(0, len(end) - 1)
             used = np.arange(most) <= rng.integers(0, most, count)[:, None]
@@ -417,7 +412,7 @@ def simulate(options: argparse.Namespace) -> None:
     recipe = Recipe.from_options(options)
     store.claim_folder(options.out, {**recipe.json_dict, "events": options.events})
     (options.out / WORK).mkdir(exist_ok=True)
-    source = {"reads": Reads, "clicks": Clicks}[recipe.kind](recipe)
+    source: Reads | Clicks = (Reads if recipe.kind == "reads" else Clicks)(recipe)
     width, number = 1 + source.dense + sum(source.hotness), 0
     held = round(options.events * recipe.validation)
     for split, total in (("train", options.events - held), ("validation", held)):
@@ -427,8 +422,9 @@ def simulate(options: argparse.Namespace) -> None:
         numbers = range(number, number := number + len(counts))
         write_split(options, split, counts, [partial(source.part, *part) for part in zip(numbers, counts)], width)
     if store.rank_and_size()[0] == 0:
-        np.savez(options.out / "truth.npz", **source.truth(list(zip(numbers, counts))))
-    finish(options, source.dense, source.names, source.rows, source.hotness, simulated=recipe.kind)
+        truth: Any = source.truth(list(zip(numbers, counts)))
+        np.savez(options.out / "truth.npz", **truth)
+    finish(options, source.dense, source.names, source.rows, source.hotness)
 
 
 # ---- check
@@ -448,8 +444,8 @@ def describe(folder: Path, check: bool) -> None:
             for bag, count in zip(np.split(ids, np.cumsum(table.hotness)[:-1], 1), uses if split == "train" else ()):
                 count += np.bincount(bag[bag >= 0], minlength=len(count))
     for name, n, most, count in zip(table.names, table.rows, table.hotness, uses):
-        used = f": {(count > 0).mean():.1%} of the ids are used; the most frequent one is {count.max() / max(count.sum(), 1):.2%} of all, " \
-               f"the first 1 % {np.sort(count)[-max(n // 100, 1) :].sum() / max(count.sum(), 1):.0%}"  # fmt: skip
+        top, hot = (np.sort(count)[-most_used:].sum() / max(count.sum(), 1) for most_used in (1, max(n // 100, 1)))
+        used = f": {(count > 0).mean():.1%} of the ids are used; the most frequent one is {top:.2%} of all, the first 1 % {hot:.0%}"
         print(f"  {name}: {n:,} rows, up to {most} ids" + (used if check else ""), flush=True)
 
 

@@ -58,19 +58,19 @@ class TorchBags(nn.Module):
     def __init__(self, bags: EmbeddingBags) -> None:
         super().__init__()
         self.hotness = list(bags.hotness)
-        self.layers = nn.ModuleList(nn.EmbeddingBag(*table.weight.shape, mode="sum", _weight=table.weight) for table in bags.tables)
-        self.layers.requires_grad_()
+        self.layers = nn.ModuleList(nn.EmbeddingBag.from_pretrained(table.weight, False, mode="sum") for table in bags.tables)
 
     def begin(self, ids: Tensor) -> Tensor:
-        return torch.stack([_pool(bag, layer.weight) for bag, layer in zip(ids.split(self.hotness, 1), self.layers)], 1)
+        bags: Any = zip(self.layers, ids.split(self.hotness, 1))
+        return torch.stack([_pool(bag, layer.weight) for layer, bag in bags], 1)
 
     def finish(self, pooled: Tensor) -> Tensor:
         return pooled
 
 
-def with_torch_bags(model: DLRM) -> DLRM:
-    """Replace the tables of ``model`` by torch's layers, in place."""
-    model.embedding: Any = TorchBags(model.embedding)
+def with_torch_bags(model: Any) -> Any:
+    """Replace the tables of a DLRM by torch's layers, in place."""
+    model.embedding = TorchBags(model.embedding)
     return model
 
 

@@ -1,6 +1,7 @@
 """Blocks of events as samples, and their batches."""
 
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -91,9 +92,9 @@ class EventLoader(Loader):
 
 @contextmanager
 def build_loaders(cfg: Config, mesh: Mesh, table: EventTable, model: DLRM) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield loaders for training (None on ranks that only evaluate), validation and pictures. The ids of a training batch are sent to
-    the ranks of their tables."""
-    data, size = cfg.data, sum(table.path(split).stat().st_size for split in ("train", "validation") if table.count(split))
+    """Yield loaders for training (None on ranks that only evaluate), validation and pictures. The ids of training batches are sent
+    to the ranks of their tables."""
+    data, size = cfg.data, table.row_bytes * sum(table.count(split) for split in ("train", "validation"))
     with closing(open_reader(data.reader, size, device=mesh.device)) as reader:
         blocks: Callable[..., Blocks] = partial(Blocks, table, rows=data.rows, reader=reader)
         kwargs, groups = data.loader_kwargs(), data.evaluation_batch // data.rows
@@ -151,9 +152,11 @@ def complete_model_config(model: DLRMConfig, table: EventTable) -> DLRMConfig:
 
 def plan_tables(cfg: Config, model: DLRMConfig, mesh: Mesh) -> ShardingPlan:
     """Return the plan of the tables, the same on all ranks. Raises ConfigError if they do not fit."""
-    ranks, nodes = mesh["replicate"].size, all_gather_object(socket.gethostname(), mesh["replicate"])
-    free = torch.cuda.mem_get_info(mesh.device)[0] if mesh.device.type == "cuda" else available_memory() // nodes.count(nodes[mesh["replicate"].rank])
-    free = int(all_gather_numbers([free], mesh["replicate"], torch.int64).min())
+    axis, node = mesh["replicate"], socket.gethostname()
+    ranks, nodes = axis.size, all_gather_object(node, axis)
+    on_gpu = mesh.device.type == "cuda"
+    free = torch.cuda.mem_get_info(mesh.device)[0] if on_gpu else available_memory() // nodes.count(node)
+    free = int(all_gather_numbers([free], axis, torch.int64).min())
     memory = MEMORY_FRACTION * free if cfg.tables.memory is None else cfg.tables.memory * 1e9
     memory /= 3 if cfg.train.evaluate == "background" else 1  # a copy for the evaluation, and one that waits for it
     kwargs: dict[str, Any] = {"network": _BETWEEN_NODES} if len({*nodes}) > 1 else {}
@@ -169,11 +172,13 @@ def plan_tables(cfg: Config, model: DLRMConfig, mesh: Mesh) -> ShardingPlan:
 def describe_plan(plan: ShardingPlan, batch: int) -> str:
     """Return the plan in a line: kinds of shards, bytes of the fullest rank, and how unevenly lookups are spread."""
     count, ranks = len(plan.rows), range(plan.ranks)
-    pieces = {table: sum(shard.table == table for shard in plan.shards) for table in {shard.table for shard in plan.shards}}
+    pieces = Counter(shard.table for shard in plan.shards)
     memory, costs = max(map(plan.memory, ranks)), [plan.cost(rank) for rank in ranks]
-    text = f"{count} tables: {len(plan.replicated)} replicated, {sum(n == 1 for n in pieces.values())} on one rank, " \
-           f"{sum(n > 1 for n in pieces.values())} sharded; {memory / 1e9:.3g} GB a rank at most"
+    alone = sum(n == 1 for n in pieces.values())
+    text = f"{count} tables: {len(plan.replicated)} replicated, {alone} on one rank, {len(pieces) - alone} sharded"
+    text += f"; {memory / 1e9:.3g} GB a rank at most"
     if not plan.shards:
         return text
-    traffic = max(sum(plan.sent(rank, batch // plan.ranks).values()) for rank in ranks)
-    return f"{text}; a step sends {traffic / 1e6:.3g} MB; the slowest rank takes {max(costs) * plan.ranks / sum(costs):.2f} of the mean"
+    traffic = max(sum([*plan.sent(rank, batch // plan.ranks).values()]) for rank in ranks)
+    slowest = max(costs) * plan.ranks / sum(costs)
+    return f"{text}; a step sends {traffic / 1e6:.3g} MB; the slowest rank takes {slowest:.2f} of the mean"

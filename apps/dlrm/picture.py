@@ -52,7 +52,7 @@ def read(path: Path) -> Events:
     content = arrays(path, {"row": "whole N", "logit": "real N", "label": "real N"})
     logit, label = content["logit"].astype(float), content["label"].astype(int)
     if not np.isfinite(logit).all() or not 0 < label.sum() < len(label):
-        raise DataError(f"{path}: {len(label)} events, of which {label.sum()} are positive; expected some of both with finite logits")
+        raise DataError(f"{path}: {len(label)} events, of which {label.sum()} are positive; expected both, with finite logits")
     with np.load(path, allow_pickle=False) as file:
         truth = {name.removeprefix("truth_"): file[name] for name in file if name.startswith("truth_")}
     teacher, organism = (truth[name][content["row"]] if name in truth else None for name in ("logit", "organism"))
@@ -63,7 +63,7 @@ def caption(results: Events) -> str:
     text = f"{len(results.label):,} validation events, of which {results.label.mean():.1%} are positive. "
     if results.organism is not None:
         text += "Reads of pathogens against those of each harmless strain: rare strains were seldom seen. "
-    return text + "The ROC curve has the events whose score is above each threshold; a probability of 80 % should be right 80 times in 100."
+    return text + "A probability of 80 % should be right 80 times in 100."
 
 
 def finding(results: Events) -> Finding:

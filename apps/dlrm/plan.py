@@ -22,7 +22,7 @@ class Plan(PlannedTraining):
     epochs = {32_768: 0.7, 55_296: 0.75, 65_536: 0.775, 102_400: 0.9, 135_168: 0.95}
     samples = {batch: count * _TRAIN for batch, count in epochs.items()}
     source = "MLPerf Training v4.0: reference convergence"
-    evaluation = Evaluation(samples=_VALIDATION, every=_TRAIN / 20, cost=2.5e-5)  # forward, in batches; a step of one event is mostly update
+    evaluation = Evaluation(samples=_VALIDATION, every=_TRAIN / 20, cost=2.5e-5)  # forward; a step of one event is update
 
     def build(self, cfg: Any, mesh: Mesh) -> nn.Module:
         model, ranks = DLRM(cfg.model), mesh["replicate"].size

@@ -7,7 +7,6 @@
 The ids of a row are the bags of all tables, one after the other, each padded to its hotness with -1.   N rows, F numbers, K ids
 """
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,20 @@ _WORD = 4  # bytes
 
 
 class EventTable:
-    """The table in ``folder``. Raises DataError for a folder without ``table.json``, with the advice ``remedy``, and for files whose
-    sizes disagree with it."""
+    """The table in ``folder``. Raises DataError for a folder without ``table.json``, with the advice ``remedy``, and for files with
+    other sizes."""
 
     def __init__(self, folder: Path, remedy: str = "") -> None:
         self.folder, path = Path(folder), Path(folder) / TABLE
         if not path.is_file():
             raise DataError(f"{folder}: has no {TABLE}" + (f"; {remedy}" if remedy else ""))
-        self.content = content = read_object(path, "a table of events", DataError)
+        content = read_object(path, "a table of events", DataError)
         with check_fields(path, "a table of events", DataError):
             self.dense, tables = int(content["dense"]), content["tables"]
             self.names = [str(table["name"]) for table in tables]
             self.rows, self.hotness = (tuple(int(table[name]) for table in tables) for name in ("rows", "hotness"))
-            self.splits = {str(name): {key: int(split[key]) for key in ("rows", "positives")} for name, split in content["splits"].items()}
+            self.splits = {str(name): {"rows": int(split["rows"]), "positives": int(split["positives"])}
+                           for name, split in content["splits"].items()}  # fmt: skip
         if not tables or min(self.dense, *self.rows, *self.hotness) < 1:
             raise DataError(f"{path}: numbers, rows and hotness must be 1 or more, and there must be a table")
         self.width = 1 + self.dense + sum(self.hotness)
@@ -107,10 +107,6 @@ class EventTable:
             return
         if size < 0:
             raise DataError(f"{path}: is not there, but {TABLE} has it with {rows:,} rows; copy it, or make the data again")
-        whole = f"{size // self.row_bytes:,} rows" if size % self.row_bytes == 0 else f"no multiple of the {self.row_bytes} bytes of a row"
+        held, rest = divmod(size, self.row_bytes)
+        whole = f"no multiple of the {self.row_bytes} bytes of a row" if rest else f"{held:,} rows"
         raise DataError(f"{path}: has {size:,} bytes, {whole}, but {TABLE} has {rows:,} rows; copy both again")
-
-
-def layout(names: Sequence[str], rows: Sequence[int], hotness: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the entry "tables" of ``table.json``."""
-    return [{"name": name, "rows": n, "hotness": k} for name, n, k in zip(names, rows, hotness, strict=True)]

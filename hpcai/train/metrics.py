@@ -69,11 +69,11 @@ class MetricSums:
     def reduce(self, axis: Axis, device: torch.device, uneven: bool = False) -> dict[str, float]:
         """Return the metrics by name over all ranks of ``axis``, which call it together, and reset the sums. With ``uneven``, a
         rank may have added nothing, and gets names and shapes from the others. Raises ConfigError if sums of ranks differ in shape,
-        two metrics return the same name, or ``finish`` returns no number, and DataError if this rank lacks rows that others have."""
+        two metrics return the same name, or ``finish`` returns no number, and DataError if this rank lacks rows of a metric."""
         local = self.names, {name: _specs(sums) for name, (sums, _) in sorted(self._totals.items())}, sorted(self._rows)
         specs = gather_distinct(local if any(local) else None, axis) if uneven else {0: local}
         if missing := set().union(*(rows for _, _, rows in specs.values())) - self._rows.keys():
-            raise DataError(f"rank {axis.rank} has no sample for the metric {missing.pop()!r}; evaluate at least one sample on each rank")
+            raise DataError(f"rank {axis.rank} has no sample for the metric {missing.pop()!r}; evaluate one or more on each rank")
         names = sorted(set().union(*(counted for counted, _, _ in specs.values())))
         # By metric: the first rank that has its sums, and their dtypes and shapes, which are the same on all such ranks.
         kinds: dict[str, tuple[int, _Specs]] = {}

@@ -53,11 +53,12 @@ RETINANET = App(  # 12 training and 6 validation fields of 64 x 64 pixels
      "data.batch=4", "data.evaluation_batch=4", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
      "step.precision=fp32", "data.pictures=4", "step.schedule.decay=none", "step.schedule.warmup=0"],
 )  # fmt: skip
-DLRM = App(  # 168 training and 72 validation reads, in blocks of 8
+DLRM = App(  # 168 training and 72 validation reads, in blocks of 7
     "dlrm",
     simulator("events", "--events 240 --validation 0.3 --organisms 3 --genome 1000 --rows 12 --length 60 --positives 0.3"),
-    ["model.dim=8", "model.bottom=[8]", "model.top=[8,1]", "model.cross_layers=1", "model.cross_rank=4", "data.batch=56", "data.rows=7",
-     "data.evaluation_batch=56", "data.pictures=28", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1"],
+    ["model.dim=8", "model.bottom=[8]", "model.top=[8,1]", "model.cross_layers=1", "model.cross_rank=4", "data.batch=56",
+     "data.rows=7", "data.evaluation_batch=56", "data.pictures=28", "train.report_every=1", "train.epochs=2",
+     "train.evaluate_every=1"],
 )  # fmt: skip
 UNET3D = App(  # six training and three validation volumes of about 18 x 40 x 40 voxels
     "unet3d",

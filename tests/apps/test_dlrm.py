@@ -33,7 +33,8 @@ def damage_data(data: Path, kind: str) -> None:
         (data / "table.json").write_text("{")
     else:
         rows = np.memmap(path, "<i4", "r+").reshape(-1, width)
-        column, value = {"label": (0, 2), "number": (1, 0x7FC00000), "id": (1 + header["dense"], 4096), "negative": (width - 1, -2)}[kind]
+        first = 1 + header["dense"]
+        column, value = {"label": (0, 2), "number": (1, 0x7FC00000), "id": (first, 4096), "negative": (width - 1, -2)}[kind]
         rows[100, column] = value
 
 
@@ -41,7 +42,7 @@ class TestContract(AppContract):
     damage_data = staticmethod(damage_data)
 
     def check_config(self, name: str, cfg: Any) -> None:
-        assert cfg.train.better == "higher" and cfg.train.metric == "auc" and cfg.step.optimizer == "adagrad" and cfg.step.eps == 1e-8
+        assert (cfg.train.better, cfg.train.metric, cfg.step.optimizer, cfg.step.eps) == ("higher", "auc", "adagrad", 1e-8)
         if name != "small":  # the published settings of the benchmark
             assert cfg.train.target == 0.80275 and cfg.model == type(cfg.model)()
             assert abs(cfg.data.epoch / 4_195_197_692 - 0.05) < 0.0001 and cfg.data.epoch % cfg.data.batch == 0
@@ -78,12 +79,14 @@ def test_the_figure_compares_relatives_and_teachers(tmp_path: Path) -> None:
     organism = random.integers(0, 4, 2000)
     label, kept = (organism == 0).astype(np.float32), np.arange(2000)[::-1]
     logit = 3 * label + random.standard_normal(2000) - 1.5 * (organism == 3)
-    distance, arrays = np.array([0, 0.01, 0.02, 0.2]), {"row": kept, "logit": logit[kept], "label": label[kept]}
-    np.savez(tmp_path / picture.FILE, **arrays, truth_organism=organism, truth_abundance=np.array([0.4, 0.1, 0.2, 0.3]), truth_distance=distance)
+    arrays: Any = {"row": kept, "logit": logit[kept], "label": label[kept]}
+    truth = {"organism": organism, "abundance": np.array([0.4, 0.1, 0.2, 0.3]), "distance": np.array([0, 0.01, 0.02, 0.2])}
+    np.savez(tmp_path / picture.FILE, **arrays, **{f"truth_{name}": values for name, values in truth.items()})
     results = picture.read(tmp_path / picture.FILE)
     by_organism = results.by_organism()
     assert by_organism.keys() == {1, 2, 3} and by_organism[3] > max(by_organism[1], by_organism[2]) > 0.9
-    assert "against the rarest strain, with 10.0% of the reads" in picture.finding(results).sentence and len(picture.draw(results, LIGHT)) == 3
+    assert "against the rarest strain, with 10.0% of the reads" in picture.finding(results).sentence
+    assert len(picture.draw(results, LIGHT)) == 3
     assert picture.table(results).rows[-1][1] == "400"
     np.savez(tmp_path / picture.FILE, **arrays, truth_logit=3 * label)
     results = picture.read(tmp_path / picture.FILE)

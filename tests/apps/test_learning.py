@@ -182,8 +182,7 @@ def test_objects_of_a_survey_are_found_more_precisely_than_by_a_segmentation(tmp
 
 
 def fit_logistic(table: EventTable, decay: float, passes: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """Return logits and labels of the validation events by logistic regression on the numbers and ids, with one weight for each row of
-    each table."""
+    """Return logits and labels of the validation events by logistic regression, with one weight for each row of each table."""
     splits, count = {}, sum(table.rows)
     for split in ("train", "validation"):
         dense, ids, label = table.check(np.array(table.mapped(split)), table.path(split))

@@ -32,7 +32,8 @@ def write_days(folder: Path, multi_hot: bool) -> dict[str, np.ndarray]:
         for kind in ("labels", "dense", *(() if multi_hot else ("sparse",))):
             np.save(folder / f"day_{day}_{kind}.npy", columns[kind][here])
         if multi_hot:
-            np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **{str(t): bag[here].astype(np.int32) for t, bag in enumerate(bags)})
+            arrays: Any = {str(t): bag[here].astype(np.int32) for t, bag in enumerate(bags)}
+            np.savez(folder / f"day_{day}_sparse_multi_hot.npz", **arrays)
     return {**columns, "ids": np.concatenate(bags, 1)}
 
 
@@ -75,7 +76,9 @@ def test_rows_of_hugectr_are_read_with_labels_of_both_types(tmp_path: Path, kind
     ("name", "content", "message"),
     [("day_1_sparse.npy", b"damaged", "cannot be read"), ("day_1_sparse_multi_hot.npz", b"PK", "is no npz file")],
 )
-def test_damaged_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str) -> None:
+def test_damaged_files_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
+) -> None:
     write_days(tmp_path / "days", name.endswith("npz"))
     (tmp_path / "days" / name).write_bytes(content)
     assert events.main(["convert", str(tmp_path / "days"), str(tmp_path / "out"), *SIZES]) == 2

@@ -1,4 +1,4 @@
-"""Sharded embedding tables train, and are checkpointed, as on one process, by plans of all kinds; the AUC over ranks."""
+"""Sharded embedding tables train, and are saved, as on one process, by plans of all kinds; the AUC over ranks."""
 
 from fractions import Fraction
 from itertools import product

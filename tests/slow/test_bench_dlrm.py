@@ -1,4 +1,4 @@
-"""A training step of DLRM beside torch's EmbeddingBag and Adagrad, in CPU seconds of one run, and one on tables that have no room for
+"""A training step of DLRM beside torch's EmbeddingBag and Adagrad, in CPU seconds of one run, and one on tables without room for
 dense gradients."""
 
 import resource
@@ -25,7 +25,8 @@ def make_batches(rows: tuple[int, ...], count: int) -> list[Batch]:
     draw, batches = torch.Generator().manual_seed(0), []
     for _ in range(count):
         ids = [(n * torch.rand(BATCH, most, generator=draw) ** 3).int() for n, most in zip(rows, SIZES["hotness"])]
-        batches.append(Batch(torch.randn(BATCH, 13, generator=draw), torch.cat(ids, 1), (torch.rand(BATCH, generator=draw) < 0.1).float()))
+        label = (torch.rand(BATCH, generator=draw) < 0.1).float()
+        batches.append(Batch(torch.randn(BATCH, 13, generator=draw), torch.cat(ids, 1), label))
     return batches
 
 

@@ -13,7 +13,8 @@ HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"
 IMPORTS = f"""
 import pkgutil, sys, torch
 from importlib import import_module
-for app in ("bert", "cosmoflow", "deepcam", "unet3d", "resnet", "retinanet", "dlrm", "opencatalyst", "openfold", "llm", "diffusion"):
+for app in ("bert", "cosmoflow", "dlrm", "deepcam", "unet3d", "resnet", "retinanet", "opencatalyst", "openfold", "llm", "diffusion",
+):
     for name in ("__main__", "data", "settings"):
         import_module(f"apps.{{app}}.{{name}}")
 for package in ("hpcai.train", "hpcai.data", "hpcai.dist", "hpcai.parallel", "hpcai.nn", "hpcai.kernels"):
