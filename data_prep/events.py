@@ -262,8 +262,8 @@ class Recipe(command.Recipe):
 
 
 class Reads:
-    """Reads of the strains of a species. Genomes are the leaves of a random tree, with conserved genes; then strains exchange bases,
-    as in a species that recombines: pathogens differ from others by combinations. Tables: canonical k-mers of a read, at all
+    """Reads of the strains of a species. Genomes are the leaves of a random tree, with conserved genes; then strains exchange
+    bases, as in a species that recombines: pathogens differ from others by combinations. Tables: canonical k-mers of a read, at all
     positions, at minimizers (Roberts et al. 2004), or of a spaced seed (Ma et al. 2002), hashed."""
 
     names = "6-mers", "8-mers", "10-mers", "12-mers", "spaced", "minimizers"

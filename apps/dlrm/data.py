@@ -39,19 +39,19 @@ class NumberedBatch(NamedTuple):
 
 
 class Blocks:
-    """Blocks of ``rows`` consecutive events of a split, a source of samples. ``whole``: without the events that fill no block, so
+    """Blocks of ``rows`` consecutive events of a split, a source of samples. ``drop_last``: without events that fill no block, so
     that batches have one shape. ``numbered``: batches are ``NumberedBatch``. ``count``: the first events only."""
 
     replicated = True
 
     def __init__(
-        self, table: EventTable, split: str, rows: int, reader: Reader, *, whole: bool = False, numbered: bool = False,
+        self, table: EventTable, split: str, rows: int, reader: Reader, *, drop_last: bool = False, numbered: bool = False,
         count: int | None = None,
     ) -> None:  # fmt: skip
         self.table, self.split, self.rows, self.reader, self.numbered = table, split, rows, reader, numbered
         events = table.count(split)
         self.events = min(events, events if count is None else count)
-        if whole:
+        if drop_last:
             self.events -= self.events % rows
         if not self.events:
             raise DataError(f"{table.path(split)}: {events:,} events do not fill a block of {rows}; lower data.rows")
@@ -101,7 +101,7 @@ def build_loaders(cfg: Config, mesh: Mesh, table: EventTable, model: DLRM) -> It
         held_out = {**kwargs, **HELD_OUT}
         with open_loaders(
             mesh,
-            lambda: training_loader(blocks(split="train", whole=True), cfg, mesh, model),
+            lambda: training_loader(blocks(split="train", drop_last=True), cfg, mesh, model),
             lambda: EventLoader(blocks(split="validation"), groups, mesh, name="validation", **held_out),
             (lambda: _picture_loader(blocks, cfg, mesh, held_out)) if data.pictures else None,
         ) as loaders:
@@ -179,6 +179,6 @@ def describe_plan(plan: ShardingPlan, batch: int) -> str:
     text += f"; {memory / 1e9:.3g} GB a rank at most"
     if not plan.shards:
         return text
-    traffic = max(sum([*plan.sent(rank, batch // plan.ranks).values()]) for rank in ranks)
+    traffic = max(sum(plan.sent(rank, batch // plan.ranks)) for rank in ranks)
     slowest = max(costs) * plan.ranks / sum(costs)
     return f"{text}; a step sends {traffic / 1e6:.3g} MB; the slowest rank takes {slowest:.2f} of the mean"

@@ -132,6 +132,6 @@ def table(results: Events) -> Table:
     order, rows = np.argsort(-results.logit, kind="stable"), []
     for share in (0.001, 0.01, 0.05, 0.1, 0.2):
         count = max(round(share * len(order)), 1)
-        found = results.label[order[:count]]
-        rows.append((f"{share:.1%}", f"{count:,}", f"{found.mean():.3f}", f"{found.sum() / results.label.sum():.3f}"))
+        labels = results.label[order[:count]]
+        rows.append((f"{share:.1%}", f"{count:,}", f"{labels.mean():.3f}", f"{labels.sum() / results.label.sum():.3f}"))
     return Table("Events with the highest scores", "How many of them are positive.", ("", "events", "precision", "recall"), rows)

@@ -108,5 +108,5 @@ class EventTable:
         if size < 0:
             raise DataError(f"{path}: is not there, but {TABLE} has it with {rows:,} rows; copy it, or make the data again")
         held, rest = divmod(size, self.row_bytes)
-        whole = f"no multiple of the {self.row_bytes} bytes of a row" if rest else f"{held:,} rows"
-        raise DataError(f"{path}: has {size:,} bytes, {whole}, but {TABLE} has {rows:,} rows; copy both again")
+        content = f"no multiple of the {self.row_bytes} bytes of a row" if rest else f"{held:,} rows"
+        raise DataError(f"{path}: has {size:,} bytes, {content}, but {TABLE} has {rows:,} rows; copy both again")

@@ -64,7 +64,7 @@ def test_epochs_shorter_than_a_pass_cover_all_whole_blocks(data: Path) -> None:
     overrides = ["data.epoch=56", "data.rows=8", "data.batch=8", "data.evaluation_batch=8"]
     cfg, mesh = config.load(APP.settings, APP.small_config, [*APP.overrides(data, data)[1:], *overrides]), dist.single_process()
     with closing(Reader("auto")) as reader:
-        source = app_data.Blocks(EventTable(data), "train", 8, reader, whole=True)
+        source = app_data.Blocks(EventTable(data), "train", 8, reader, drop_last=True)
         with app_data.training_loader(source, cfg, mesh, None) as loader:
             batches = [batch for epoch in range(3) for batch in loader.epoch(epoch)]
         rest = app_data.Blocks(EventTable(data), "validation", 25, reader)
