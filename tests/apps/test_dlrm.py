@@ -61,15 +61,15 @@ def test_predictions_cover_the_first_validation_events_once(data: Path) -> None:
 
 
 def test_epochs_shorter_than_a_pass_cover_all_whole_blocks(data: Path) -> None:
-    overrides = ["data.epoch=56", "data.rows=8", "data.batch=8", "data.evaluation_batch=8"]
+    overrides = ["data.epoch=54", "data.rows=9", "data.batch=9", "data.evaluation_batch=9"]
     cfg, mesh = config.load(APP.settings, APP.small_config, [*APP.overrides(data, data)[1:], *overrides]), dist.single_process()
     with closing(Reader("auto")) as reader:
-        source = app_data.Blocks(EventTable(data), "train", 8, reader, drop_last=True)
+        source = app_data.Blocks(EventTable(data), "train", 9, reader, drop_last=True)
         with app_data.training_loader(source, cfg, mesh, None) as loader:
             batches = [batch for epoch in range(3) for batch in loader.epoch(epoch)]
         rest = app_data.Blocks(EventTable(data), "validation", 25, reader)
-        assert [len(rest.sample(k, 0)[0]) for k in range(len(rest))] == [25, 25, 22] and loader.dataset_size == source.events == 168
-        expected = source.collate([source.sample(k, 0) for k in range(21)]).dense
+        assert [len(rest.sample(k, 0)[0]) for k in range(len(rest))] == [25, 25, 22] and loader.dataset_size == source.events == 162
+        expected = source.collate([source.sample(k, 0) for k in range(18)]).dense
     seen = torch.cat([batch.dense for batch in batches])
     assert torch.equal(seen.sort(0).values, expected.sort(0).values) and not torch.equal(seen, expected)
 

@@ -8,7 +8,7 @@ import torch
 from hpcai import dist, train
 from hpcai.models import dlrm
 from hpcai.settings import StepConfig
-from tests.gpu.device import DEVICE, GPU, GRAPH, disable_tf32, forbid_synchronization
+from tests.gpu.device import DEVICE, GPU, GRAPH, cuda_only, disable_tf32, forbid_synchronization
 
 CFG = dlrm.DLRMConfig(rows=(1000, 37, 200_000), hotness=(4, 1, 20), dim=32, bottom=(64, 32), cross_rank=16, top=(64, 1))
 
@@ -36,6 +36,7 @@ def test_the_gpu_trains_as_the_cpu_does() -> None:
     assert train_losses(new_step(GPU)) == pytest.approx(train_losses(new_step("cpu")), rel=1e-3)
 
 
+@cuda_only
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_captured_is_eager(precision: str) -> None:
     eager, captured = (new_step(GPU, precision=precision, capture=mode) for mode in ("none", "whole"))
