@@ -17,7 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,45 +46,50 @@ def pack(label: Array, dense: Array, ids: Array) -> Array:
     return np.concatenate((numbers.view("<i4"), ids), 1, dtype="<i4", casting="same_kind")
 
 
-def write_split(options: argparse.Namespace, split: str, counts: Sequence[int], parts: Sequence[Part], width: int) -> None:
-    """Write a file, whose parts the workers of all ranks write at their places. A part that was written is kept."""
-    path = options.out / f"{split}.bin"
-    unfinished, ends = path.with_name(f".{path.name}.partial"), np.cumsum([0, *counts])
-    if path.is_file():
-        return
-    with unfinished.open("ab") as file:
-        file.truncate(4 * width * int(ends[-1]))
-    tasks = {options.out / WORK / f"{split}-{k:05}.json": partial(_write_part, unfinished, int(ends[k]), part, counts[k], width)
-             for k, part in enumerate(parts)}  # fmt: skip
-    list(store.all_gather_results(tasks, options.workers, split))
-    if store.rank_and_size()[0] == 0:
+def write_split(
+    options: argparse.Namespace, split: str, counts: Sequence[int], parts: Sequence[Part], width: int
+) -> dict[str, int]:
+    """Write a file, whose parts the workers of all ranks write at their places, and return its entry of table.json. A part that was
+    written is kept."""
+    path, ends = options.out / f"{split}.bin", np.cumsum([0, *counts]).tolist()
+    unfinished = path.with_name(f".{path.name}.partial")
+    if not path.is_file():
+        with unfinished.open("ab") as file:
+            file.truncate(4 * width * ends[-1])
+    tasks = {options.out / WORK / f"{split}-{k:05}.json": partial(_write_part, unfinished, 4 * width * first, part)
+             for k, (first, part) in enumerate(zip(ends, parts))}  # fmt: skip
+    positives = sum(done["positives"] for done in store.all_gather_results(tasks, options.workers, split))
+    if store.rank_and_size()[0] == 0 and unfinished.is_file():
         commit_file(unfinished, path)
+    return {"rows": ends[-1], "positives": positives}
 
 
-def _write_part(path: Path, first: int, part: Part, count: int, width: int) -> dict[str, Any]:
+def _write_part(path: Path, offset: int, part: Part) -> dict[str, Any]:
     rows = part()
-    if rows.shape != (count, width):
-        raise DataError(f"{path}: a part has {rows.shape}, expected {(count, width)}")
     with path.open("r+b") as file:
-        file.seek(4 * width * first)
+        file.seek(offset)
         rows.astype("<i4", copy=False).tofile(file)
-    return {"rows": count}
+    return {"positives": int(rows[:, 0].view("<f4").sum())}
 
 
-def finish(options: argparse.Namespace, dense: int, names: Sequence[str], rows: Sequence[int], hotness: Sequence[int]) -> None:
-    """Write table.json on rank 0, last, and print what it holds."""
+def finish(options: argparse.Namespace, dense: int, tables: Sequence[tuple[str, int, int]], splits: dict[str, Any]) -> None:
+    """Write table.json on rank 0, last, and print what it holds. ``tables``: Name, rows and hotness."""
     if store.rank_and_size()[0]:
         return
-    out, width, splits = options.out, 1 + dense + sum(hotness), {}
-    for path in (path for path in (out / f"{split}.bin" for split in store.SPLITS) if path.is_file()):
-        label = np.memmap(path, "<f4", "r").reshape(-1, width)[:, 0]
-        positives = sum(int(label[a : a + CHUNK].sum()) for a in range(0, len(label), CHUNK))
-        splits[path.stem] = {"rows": len(label), "positives": positives}
-    tables = [{"name": name, "rows": n, "hotness": k} for name, n, k in zip(names, rows, hotness, strict=True)]
-    write_json(out / "table.json", {"dense": dense, "tables": tables, "splits": splits})
-    shutil.rmtree(out / WORK, ignore_errors=True)
-    describe(out, getattr(options, "check", True))
-    print(f"next: {command_of_app('dlrm', 'small' if 'check' in options else 'node')} data.directory={out}", flush=True)
+    content = {"dense": dense, "tables": [{"name": name, "rows": n, "hotness": k} for name, n, k in tables], "splits": splits}
+    write_json(options.out / "table.json", content)
+    shutil.rmtree(options.out / WORK, ignore_errors=True)
+    describe(options.out, getattr(options, "check", False))
+    print(f"next: {command_of_app('dlrm', 'small' if 'check' in options else 'node')} data.directory={options.out}", flush=True)
+
+
+def is_finished(options: argparse.Namespace, recipe: dict[str, Any]) -> bool:
+    store.claim_folder(options.out, recipe)
+    if (options.out / "table.json").is_file():
+        command.print_rank_0(f"{options.out} is finished")
+        return True
+    (options.out / WORK).mkdir(exist_ok=True)
+    return False
 
 
 # ---- convert
@@ -172,7 +177,8 @@ class Criteo:
             return [np.asarray(arrays[str(t)][first:end]) for t in range(len(self.rows))]
         ids = map_npy(self.root / f"{day}_sparse.npy")[first:end]
         capped = [ids[:, t] % n for t, n in enumerate(self.rows)]
-        return [np.column_stack((own, extra[own])) for own, extra in zip(capped, self._extra)]
+        extra = [np.load(self.work / f"multi-hot-{t}.npy", mmap_mode="r") for t in range(len(self.rows))]
+        return [np.column_stack((own, further[own])) for own, further in zip(capped, extra)]
 
     def _capped(self, name: str, first: int, bags: list[Array]) -> Array:
         for t, (bag, k) in enumerate(zip(bags, self.hotness, strict=True)):
@@ -182,10 +188,6 @@ class Criteo:
                 row = first + int(np.argwhere(bag < 0)[0, 0])
                 raise DataError(f"{name}: row {row:,} has a negative id in table {t}; fetch it again")
         return np.concatenate([bag % n for bag, n in zip(bags, self.rows)], 1)
-
-    @cached_property
-    def _extra(self) -> list[Array]:
-        return [np.load(self.work / f"multi-hot-{t}.npy", mmap_mode="r") for t in range(len(self.rows))]
 
     def write_extra_ids(self) -> dict[str, Any]:
         """Write the further ids of each id, those of MLPerf's generator: table after table from one stream of numpy's legacy
@@ -201,7 +203,7 @@ class Criteo:
 
     def scatter(self, name: str, first: int, end: int, buckets: int) -> dict[str, Any]:
         """Send rows to the files of random buckets, and return their counts."""
-        folder, rng = self.work / f"{name}-{first}", store.generator(self.seed, 1, zlib.crc32(f"{name} {first}".encode()))
+        folder, rng = self.work / name, store.generator(self.seed, 1, zlib.crc32(name.encode()))
         folder.mkdir(parents=True, exist_ok=True)
         counts, files = np.zeros(buckets, int), [(folder / f"{bucket}.bin").open("wb") for bucket in range(buckets)]
         for start in range(first, end, CHUNK):
@@ -221,24 +223,24 @@ class Criteo:
 
 
 def convert(options: argparse.Namespace) -> None:
-    source, work = Source.from_options(options), options.out / WORK
+    source, work, splits = Source.from_options(options), options.out / WORK, {}
     criteo = Criteo(options.source, source, work)
-    ranges, size = criteo.ranges(), 4 * criteo.width
-    store.claim_folder(options.out, {"kind": "convert", **source.json_dict, "source": str(options.source)})
-    work.mkdir(exist_ok=True)
+    ranges = criteo.ranges()
+    if is_finished(options, {"kind": "convert", **source.json_dict, "source": str(options.source)}):
+        return
     if criteo.days and not (options.source / f"{criteo.days[0]}_sparse_multi_hot.npz").is_file():
         list(store.all_gather_results({work / "multi-hot.json": criteo.write_extra_ids}, 1, "ids"))
-    step = max(int(source.memory * 1e9 / 3) // size, 1)
+    step = max(int(source.memory * 1e9 / 12) // criteo.width, 1)  # rows of a part, of which there are three copies
     for split, pieces in ranges.items():
         cut = [(name, a, min(a + step, end)) for name, first, end in pieces for a in range(first, end, step)]
         counts, parts = [end - a for _, a, end in cut], [partial(criteo.read, *piece) for piece in cut]
-        if split == "train" and source.shuffle and not (options.out / "train.bin").is_file():
-            buckets = -(-sum(counts) // step)
-            tasks = {work / f"scatter-{name}-{a}.json": partial(criteo.scatter, name, a, end, buckets) for name, a, end in cut}
+        if split == "train" and source.shuffle:
+            tasks = {work / f"scatter-{piece[0]}.json": partial(criteo.scatter, *piece, len(cut)) for piece in pieces}
             counts = np.sum([done["counts"] for done in store.all_gather_results(tasks, options.workers, "shuffle")], 0).tolist()
-            parts = [partial(criteo.gather, [f"{name}-{a}" for name, a, _ in cut], bucket) for bucket in range(buckets)]
-        write_split(options, split, counts, parts, criteo.width)
-    finish(options, DENSE, [f"cat_{t}" for t in range(len(criteo.rows))], criteo.rows, criteo.hotness)
+            parts = [partial(criteo.gather, [name for name, *_ in pieces], bucket) for bucket in range(len(cut))]
+        splits[split] = write_split(options, split, counts, parts, criteo.width)
+    names = [f"cat_{t}" for t in range(len(criteo.rows))]
+    finish(options, DENSE, list(zip(names, criteo.rows, criteo.hotness)), splits)
 
 
 # ---- simulate
@@ -409,22 +411,22 @@ def _sigmoid(x: Array) -> Array:
 
 
 def simulate(options: argparse.Namespace) -> None:
-    recipe = Recipe.from_options(options)
-    store.claim_folder(options.out, {**recipe.json_dict, "events": options.events})
-    (options.out / WORK).mkdir(exist_ok=True)
-    source: Reads | Clicks = (Reads if recipe.kind == "reads" else Clicks)(recipe)
-    width, number = 1 + source.dense + sum(source.hotness), 0
+    recipe, splits, number = Recipe.from_options(options), {}, 0
     held = round(options.events * recipe.validation)
+    if not 0 < held < options.events:
+        raise ConfigError(f"--events {options.events}: none is left for a split; ask for more, or change --validation")
+    if is_finished(options, {**recipe.json_dict, "events": options.events}):
+        return
+    source: Reads | Clicks = (Reads if recipe.kind == "reads" else Clicks)(recipe)
     for split, total in (("train", options.events - held), ("validation", held)):
-        if not total:
-            raise ConfigError(f"--events {options.events}: none is left for {split}; ask for more, or change --validation")
         counts = [min(PART, total - first) for first in range(0, total, PART)]
         numbers = range(number, number := number + len(counts))
-        write_split(options, split, counts, [partial(source.part, *part) for part in zip(numbers, counts)], width)
+        parts = [partial(source.part, *part) for part in zip(numbers, counts)]
+        splits[split] = write_split(options, split, counts, parts, 1 + source.dense + sum(source.hotness))
     if store.rank_and_size()[0] == 0:
         truth: Any = source.truth(list(zip(numbers, counts)))
         np.savez(options.out / "truth.npz", **truth)
-    finish(options, source.dense, source.names, source.rows, source.hotness)
+    finish(options, source.dense, list(zip(source.names, source.rows, source.hotness)), splits)
 
 
 # ---- check
