@@ -15,7 +15,7 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -262,6 +262,10 @@ class Recipe(command.Recipe):
     fields: int = option(8, "tables of clicks", type=command.within(2, 100, int))
     positives: float = option(0.03, "fraction of clicks", type=command.within(1e-4, 0.5))
 
+    def mistakes(self) -> Iterator[str]:
+        if self.genome < 2 * self.length:
+            yield f"--genome {self.genome} and --length {self.length}: expected a genome of two reads or more"
+
 
 class Reads:
     """Reads of the strains of a species. Genomes are the leaves of a random tree, with conserved genes; then strains exchange
@@ -287,15 +291,15 @@ class Reads:
         self.genomes = np.stack(genomes)
         exchanged = rng.random(size) < recipe.recombination
         self.genomes[:, exchanged] = rng.permuted(self.genomes[:, exchanged], axis=0)
-        self.target = rng.permutation(n) < max(round(recipe.pathogens * n), 1)
+        self.target = rng.permutation(n) < min(max(round(recipe.pathogens * n), 1), n - 1)
         self.distance = np.array([min((own != other).mean() for other in self.genomes[self.target]) for own in self.genomes])
         share = rng.lognormal(0, 0.7, n)
         parts = [np.where(self.target == kind, share, 0) for kind in (False, True)]
         self.abundance = (1 - recipe.pathogens) * parts[0] / parts[0].sum() + recipe.pathogens * parts[1] / parts[1].sum()
         log2 = recipe.rows
         self.rows = [1 << k for k in (12, log2 - 4, log2 - 2, log2 - 2, log2, log2)]
-        positions = [self.lengths[1] - len(seed) + 1 for seed in self.seeds]
-        self.hotness = [*positions[:4], *(2 * count // 5 for count in positions[4:])]
+        *positions, last = (self.lengths[1] - len(seed) + 1 for seed in self.seeds)
+        self.hotness = [*positions, 2 * last // 5]  # twice the expected minimizers
         codes = self._codes(self._draw(2, 0, PART)[1])[2]
         self.coverage = np.bincount(codes[codes >= 0], minlength=self.rows[2])
 
@@ -328,7 +332,7 @@ class Reads:
             code = ((code ^ (code >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)) >> np.uint64(32)
             code[bases[:, len(seed) - 1 :] == 4] = 1 << 32
             kept = code < 1 << 32
-            if self.names[number].startswith("minimizers"):
+            if self.names[number] == "minimizers":
                 kept &= _is_minimum(code, self.window)
             tables.append(np.where(kept, (code % np.uint64(rows)).astype(np.int64), -1))
         return tables
