@@ -212,9 +212,10 @@ class StepConfig(Settings):
     sample"""
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """size in MB of the gradient buckets, whose all-reduce overlaps with the backward pass"""
-    optimizer: Literal["sgd", "adam", "adamw", "lamb", "lars", "muon"] = "adamw"
-    """sgd: momentum; adam: weight decay in the gradient; adamw: decoupled weight decay; lamb, lars: for large batches, with a trust
-    ratio for each parameter in `decay_names`; muon: orthogonalized momentum for the matrices in `muon_names`, adamw for the rest"""
+    optimizer: Literal["sgd", "adagrad", "adam", "adamw", "lamb", "lars", "muon"] = "adamw"
+    """sgd: momentum; adam, adagrad: weight decay in the gradient; adamw: decoupled weight decay; lamb, lars: for large batches,
+    with a trust ratio for each parameter in `decay_names`; muon: orthogonalized momentum for the matrices in `muon_names`, adamw
+    for the rest"""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """peak learning rate"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -230,13 +231,14 @@ class StepConfig(Settings):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """decay rates of the two moments of adam, adamw (also of muon) and lamb"""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """adam, adamw, lamb: added to the denominator"""
+    """adagrad, adam, adamw, lamb: added to the denominator"""
     trust: Annotated[float, Field(gt=0)] = 0.001
     """lars: trust coefficient, the factor of |w| / (|g| + weight_decay*|w|)"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """bf16: moments in half the memory, with stochastic rounding"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """sgd, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb, muon: decoupled"""
+    """sgd, adagrad, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb, muon:
+    decoupled"""
     decay_names: tuple[str, ...] = ("*.weight",)
     """parameters with weight decay, as shell patterns of their names"""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -43,7 +43,9 @@ from hpcai.train.step import Step
 
 Enabled = frozenset[str]
 Row = dict[str, Any]
-TORCH_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+TORCH_OPTIMIZERS: dict[str, Any] = {
+    "sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+}  # fmt: skip
 _EVALUATION_BATCHES = 2  # batches in an evaluation
 _FILE = "samples.h5"
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted when the process ends
@@ -318,6 +320,8 @@ def torch_optimizer(model: nn.Module, cfg: StepConfig, decays: AbstractSet[str])
     kwargs: Row = {"betas": cfg.betas, "eps": cfg.eps}
     if cfg.optimizer == "sgd":
         kwargs = {"momentum": cfg.momentum, "nesterov": cfg.nesterov}
+    elif cfg.optimizer == "adagrad":
+        kwargs.pop("betas")
     groups = [{"params": [p], "weight_decay": cfg.weight_decay * (name in decays)} for name, p in model.named_parameters()]
     return TORCH_OPTIMIZERS[cfg.optimizer](groups, lr=cfg.lr, foreach=False, fused=False, **kwargs)
 
@@ -419,6 +423,8 @@ class TorchOptimizerStep(Step):
         if self.cfg.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.clip)
         self.torch_optimizer.step()
+        for part in self.self_updating:
+            part.update_(self.optimizer.lr, None, torch.zeros_like(self.optimizer.lr))
         averages: Any = self.optimizer.averages()  # none without step.average
         for name, parameter in self.model.named_parameters() if averages else ():
             averages[name].lerp_(parameter, self.optimizer.take.to(parameter.dtype))

@@ -98,6 +98,22 @@ def sgd_(weights: Tensor, gradient: Tensor, momentum_buffer: Tensor | None, *, l
     _sgd_update(operands, "inside" if lr_in_momentum else "outside", lr, momentum, weight_decay, nesterov and momentum > 0)
 
 
+def adagrad_(weights: Tensor, gradient: Tensor, sum: Tensor, *, lr: Tensor, scale: Tensor | None, found_inf: Tensor, eps: float,
+             weight_decay: float, **kwargs: Any) -> None:  # fmt: skip
+    """Adagrad (Duchi et al. 2011) without a decay of the learning rate: s += g^2, w -= lr g/(sqrt(s) + eps), with the weight decay
+    added to the gradient."""
+    operands = Operands(weights, gradient, (sum,), scale, found_inf, **kwargs)
+    if operands.triton:
+        return operands.triton.run(operands, "adagrad", lr=lr, eps=eps, decay=weight_decay)
+    step = torch.zeros((), dtype=torch.float32, device=weights.device)
+
+    def update(w: Tensor, g: Tensor, m: list[Tensor], k: int) -> None:
+        torch._fused_adagrad_([w], [g], [m[0]], [step], lr=lr, lr_decay=0.0, weight_decay=weight_decay, eps=eps, maximize=False,
+                              found_inf=found_inf)  # fmt: skip
+
+    return operands.run_chunked(update)
+
+
 def lamb_direction_(weights: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, direction: Tensor,
                     segments: Segments, *, step: Tensor, scale: Tensor | None, found_inf: Tensor, betas: tuple[float, float],
                     eps: float, weight_decay: float, **kwargs: Any) -> Tensor:  # fmt: skip

@@ -92,6 +92,11 @@ def update(
             if KIND == "adamw":
                 w *= 1.0 - lr * decay
             w -= lr * u
+    elif KIND == "adagrad":
+        u += decay * w
+        s = tl.load(m_ + first + lane, mask, other=0.0).to(tl.float32) + u * u
+        _store(m_ + first + lane, s, mask, noise & 0xFFFF)
+        w -= lr * u / (tl.sqrt(s) + eps)
     elif KIND == "inside" or KIND == "outside":
         u += decay * w
         if ratio_ is not None:

@@ -101,7 +101,7 @@ class _Exchange(nn.Module):
 
     def __init__(self, axis: Axis, experts: int) -> None:
         super().__init__()
-        self.axis, self.send = axis, _SendRows(axis, 0, 0)
+        self.axis, self.send = axis, SendRows(axis, 0, 0)
         ends = [experts * rank // axis.size for rank in range(axis.size + 1)]  # as in ``shard_``
         self.sizes = [end - begin for begin, end in pairwise(ends)]
 
@@ -131,7 +131,7 @@ class _Exchange(nn.Module):
         return self.send(Gather.apply(outputs, by_rank), *sizes)
 
 
-class _SendRows(AllToAll):
+class SendRows(AllToAll):
     """An all-to-all of unequal numbers of rows: ``sizes`` are those to each rank, and those from each.   [R, C] -> [R', C]"""
 
     def _collectives(self, x: Tensor, *sizes: int) -> Any:

@@ -21,10 +21,10 @@ from hpcai.dist.watchdog import HEARTBEAT, waiting_at
 from hpcai.errors import ConfigError, DataError
 from hpcai.settings import AXES
 from hpcai.train.flight_recorder import pause_watchdog
-from hpcai.train.metrics import MetricSums, Total, Value
+from hpcai.train.metrics import MetricSums, Rows, Total, Value
 from hpcai.train.step import SingleStage, Step, samples_in
 
-Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total]]
+Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total | Rows]]
 PredictFunction = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
 TimedMetrics = tuple[dict[str, float], float]  # metrics, and the seconds of the evaluation
@@ -104,7 +104,8 @@ def _eval_mode_batches(step: Step, model: nn.Module, batches: Any) -> Iterator[t
             yield batch, False
             count += 1
             HEARTBEAT.beats += 1
-        if (step.cfg.shard == "weights" or step.mesh.sizes["expert"] > 1) and (replicas := step.mesh["replicate"]).size > 1:
+        together = step.cfg.shard == "weights" or step.mesh.sizes["expert"] > 1 or step.self_updating
+        if together and (replicas := step.mesh["replicate"]).size > 1:
             for _ in range(count, len(batches)):
                 if batch is None:
                     raise DataError(

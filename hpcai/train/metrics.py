@@ -10,23 +10,33 @@ float64. ::
 
     return {"auc": ((signal, background), area)}     # counts by score [K], [K]; area(signal, background) -> float
     return {"spectrum": (power, by_scale)}           # [K]; by_scale(power) -> {"power_0": ..., "power_1": ...}
+
+``Rows`` is for a metric that is no function of sums: each rank keeps its rows, and all ranks compute the metric together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from hpcai.dist.collectives import all_reduce_, broadcast_object, gather_distinct
 from hpcai.dist.mesh import Axis
-from hpcai.errors import ConfigError
+from hpcai.errors import ConfigError, DataError
 
 Value = Tensor | tuple[Tensor, Tensor | float]
 Finish = Callable[..., Any]
 Total = tuple[Tensor | Sequence[Tensor], Finish]
 _Specs = list[tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of the sums of one metric
+
+
+class Rows(NamedTuple):
+    """Rows of a batch. ``compute(*rows, axis)`` is called once on all ranks of ``axis``, a collective call, with the rows of all
+    batches of a rank, and returns the same scalar on all of them."""
+
+    rows: tuple[Tensor, ...]
+    compute: Callable[..., Any]
 
 
 class MetricSums:
@@ -35,10 +45,14 @@ class MetricSums:
     def __init__(self) -> None:
         self._sums: dict[str, list] = {}
         self._totals: dict[str, tuple[list[Tensor], Finish]] = {}
+        self._rows: dict[str, list[Rows]] = {}
 
-    def add(self, values: Mapping[str, Value | Total], samples: int) -> None:
+    def add(self, values: Mapping[str, Value | Total | Rows], samples: int) -> None:
         """Add the values of a batch. Raises ConfigError if sums are no real tensors, or differ in shape from the batch before."""
         for name, value in values.items():
+            if isinstance(value, Rows):
+                self._rows.setdefault(name, []).append(value)
+                continue
             if has_finish(value):
                 sums, finish = value
                 parts = [_upcast(name, part) for part in ([sums] if isinstance(sums, Tensor) else sums)]
@@ -55,13 +69,15 @@ class MetricSums:
     def reduce(self, axis: Axis, device: torch.device, uneven: bool = False) -> dict[str, float]:
         """Return the metrics by name over all ranks of ``axis``, which call it together, and reset the sums. With ``uneven``, a
         rank may have added nothing, and gets names and shapes from the others. Raises ConfigError if sums of ranks differ in shape,
-        two metrics return the same name, or ``finish`` returns no number."""
-        local = self.names, {name: _specs(sums) for name, (sums, _) in sorted(self._totals.items())}
+        two metrics return the same name, or ``finish`` returns no number, and DataError if this rank lacks rows of a metric."""
+        local = self.names, {name: _specs(sums) for name, (sums, _) in sorted(self._totals.items())}, sorted(self._rows)
         specs = gather_distinct(local if any(local) else None, axis) if uneven else {0: local}
-        names = sorted(set().union(*(counted for counted, _ in specs.values())))
+        if missing := set().union(*(rows for _, _, rows in specs.values())) - self._rows.keys():
+            raise DataError(f"rank {axis.rank} has no sample for the metric {missing.pop()!r}; evaluate one or more on each rank")
+        names = sorted(set().union(*(counted for counted, _, _ in specs.values())))
         # By metric: the first rank that has its sums, and their dtypes and shapes, which are the same on all such ranks.
         kinds: dict[str, tuple[int, _Specs]] = {}
-        for rank, (_, by_name) in specs.items():
+        for rank, (_, by_name, _) in specs.items():
             for name, kind in sorted(by_name.items()):
                 _check_specs(name, kinds.setdefault(name, (rank, kind))[1], kind)
         totals, self._totals = self._totals, {}
@@ -78,6 +94,10 @@ class MetricSums:
             if repeated := sorted(results.keys() & part):
                 raise ConfigError(f"{', '.join(repeated)}: returned by more than one metric; give each metric its own names")
             results |= part
+        rows, self._rows = self._rows, {}
+        for name, parts in sorted(rows.items()):
+            columns = [torch.cat(column).detach().to(device) for column in zip(*(part.rows for part in parts))]
+            results[name] = float(parts[0].compute(*columns, axis))
         return dict(sorted(results.items()))
 
     def all_reduce(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:

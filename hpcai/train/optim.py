@@ -19,7 +19,7 @@ from hpcai.settings import StepConfig
 from hpcai.train.muon import MatrixGroup
 
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-_MOMENTS |= {"adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"], "muon": _MOMENTS["sgd"]}
+_MOMENTS |= {"adagrad": ("sum",), "adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"], "muon": _MOMENTS["sgd"]}
 _MATRIX_DIMS = 2, 3  # a weight with 3 dims is a stack of matrices, such as those of experts
 
 
@@ -56,12 +56,12 @@ class _State:
 
 class Optimizer:
     """An optimizer of flat parameters: ``step(scale, skip)`` updates them by ``scale`` times their gradients (None: 1) with the
-    learning rate ``lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take``
-    towards the weights. sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it
-    (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
-    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and of no others. muon:
-    ``hpcai.train.muon``, with Nesterov momentum, and AdamW for all but the matrices that ``muon_names`` matches. Weights narrower
-    than float32 have a float32 master copy here, which is updated, averaged and saved."""
+    learning rate ``lr``, unless ``skip`` is 1. All three are device scalars. An average moves by the fraction ``take`` towards
+    the weights. sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras), or outside it (torch).
+    adagrad: Duchi et al. 2011. adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et
+    al., ICLR 2020; lars: You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` matches, and
+    of no others. muon: ``hpcai.train.muon``, with Nesterov momentum, and AdamW for all but the matrices that ``muon_names``
+    matches. Weights narrower than float32 have a float32 master copy here, which is updated, averaged and saved."""
 
     def __init__(self, flat_params: list[FlatParameter], cfg: StepConfig) -> None:
         if not flat_params:
@@ -108,6 +108,11 @@ class Optimizer:
                     state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, found_inf=skip,
                     momentum=cfg.momentum, weight_decay=state.decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov,
                     seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
+                )  # fmt: skip
+            elif state.optimizer == "adagrad":
+                fused_optimizer.adagrad_(
+                    state.weights, gradient, state.moments["sum"], lr=self.lr, scale=scale, found_inf=skip, eps=cfg.eps,
+                    weight_decay=state.decay, seed=self._seed, offset=state.flat_param.offset, **self._copies(state),
                 )  # fmt: skip
             elif state.optimizer != "muon":
                 fused_optimizer.adam_(

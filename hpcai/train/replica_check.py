@@ -48,9 +48,10 @@ class ReplicaCheck:
         [] int64"""
         # Master weights: bf16 weights are rounded from them in every step, which would hide a flipped bit.
         master = self.optimizer.full_weights()
-        replicated = self.reducer.replicated_tensors()
-        self._fingerprints = torch.stack([fingerprint(master.get(name, numbers)) for name, numbers, _ in replicated])
         first = torch.full((), NEVER, dtype=torch.int64, device=self.mesh.device)
+        replicated = self.reducer.replicated_tensors()  # others, such as shards of embedding tables, are not read
+        prints = [fingerprint(master.get(name, numbers)) if axes else first for name, numbers, axes in replicated]
+        self._fingerprints = torch.stack(prints)
         for axes, indices in self._groups:
             local = self._fingerprints[indices]
             extremes = torch.stack((local, ~local))  # the minimum of ~x belongs to the maximum of x

@@ -79,6 +79,12 @@ class Step:
         self._norm_groups = list(groups.values())  # flat parameters that are sharded along the same axes
         self.average = WeightAverage(self.model, self.optimizer, self.reducer, cfg)
         self.replica_check = ReplicaCheck(self.reducer, self.optimizer, mesh)
+        self.self_updating: list[Any] = [part for part in model.modules() if hasattr(part, "update_")]  # such as embedding tables
+        unsupported = {"shard=weights": cfg.shard == "weights", "capture=forward": cfg.capture == "forward",
+                       "clip": cfg.clip is not None, "ema_decay": cfg.ema_decay is not None}  # fmt: skip
+        if self.self_updating and (names := [name for name, is_set in unsupported.items() if is_set]):
+            kind = type(self.self_updating[0]).__name__
+            raise ConfigError(f"step.{names[0]} does not work with {kind}, which updates itself in the step; leave it out")
         self._balanced = [part for part in model.modules() if isinstance(part, Router) and part.bias_update_rate]
         each = cfg.clip_per == "sample"
         if each and mesh.model_parallel.size > 1:
@@ -205,6 +211,8 @@ class Step:
         with span("update"):
             self.optimizer.step(scale, skip)
             self.reducer.all_gather_parameters()
+        for part in self.self_updating:
+            part.update_(self.optimizer.lr, scale, skip)
         update_biases(self._balanced)
         self.average.update()
         self._count += 1

@@ -60,6 +60,13 @@ RGAT = App(  # about 90 training and 40 validation papers of three communities; 
      "data.evaluation_batch=8", "data.pictures=29", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
      "step.schedule={decay: none, warmup: 0}"],
 )  # fmt: skip
+DLRM = App(  # 168 training and 72 validation reads, in blocks of 7
+    "dlrm",
+    simulator("events", "--events 240 --validation 0.3 --organisms 3 --genome 1000 --rows 12 --length 60 --positives 0.3"),
+    ["model.dim=8", "model.bottom=[8]", "model.top=[8,1]", "model.cross_layers=1", "model.cross_rank=4", "data.batch=56",
+     "data.rows=7", "data.evaluation_batch=56", "data.pictures=28", "train.report_every=1", "train.epochs=2",
+     "train.evaluate_every=1"],
+)  # fmt: skip
 UNET3D = App(  # six training and three validation volumes of about 18 x 40 x 40 voxels
     "unet3d",
     simulator("kits19", "--cases 9 --validation 0.34 --spacing 14 9 9 --least 16 32 32"),

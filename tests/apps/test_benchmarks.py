@@ -32,7 +32,7 @@ SMALL = load_json("small_benchmarks")
 # Relative tolerance of the gradient. DeepCAM's batch norms amplify rounding: torch's gradient differs from that in float64 by up to
 # 1e-3, and processors differ by up to 1.2e-2.
 TOLERANCE = {
-    "bert": 1e-4, "cosmoflow": 1e-5, "diffusion": 1e-5, "llm": 1e-4, "resnet": 3e-2, "retinanet": 1e-3, "rgat": 1e-4,
+    "bert": 1e-4, "cosmoflow": 1e-5, "diffusion": 1e-5, "dlrm": 1e-5, "llm": 1e-4, "resnet": 3e-2, "retinanet": 1e-3, "rgat": 1e-4,
     "deepcam": 3e-2, "unet3d": 1e-2, "opencatalyst": 1e-3, "openfold": 1e-3,
 }  # fmt: skip
 LOOP = {"fused optimizer", "garbage collection", "async evaluation"}
@@ -79,7 +79,8 @@ def test_switches_do_not_change_the_gradient_and_the_loop_runs_with_all_of_them(
     assert gradient.isfinite().all() and gradient.norm() > 1e-3
     for actual, actual_gradient in others:
         assert actual == pytest.approx(value, rel=1e-5) and (actual_gradient - gradient).norm() < TOLERANCE[app] * gradient.norm()
-    assert max(float((actual_gradient - gradient).norm()) for _, actual_gradient in others) > 0, "another order of summation"
+    differences = [float((actual_gradient - gradient).norm()) for _, actual_gradient in others]
+    assert max(differences) > 0 or app == "dlrm", "another order of summation, but where the switch is one of the update"
 
 
 def record_layout(contiguous: list[bool], module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -27,14 +27,17 @@ from scipy import ndimage
 
 from apps.bert import picture as contact_maps
 from apps.diffusion import picture
+from apps.dlrm import picture as event_picture
 from apps.opencatalyst.data import FIELDS
 from apps.rgat import picture as paper_communities
 from data_prep import chains, store, text
 from data_prep import proteins as simulated_proteins
 from hpcai import log
 from hpcai.data import Rows
+from hpcai.data.events import EventTable
 from hpcai.data.graph import Graph
 from hpcai.models.dimenet import DimeNet
+from hpcai.models.dlrm import auc
 from hpcai.models.openfold import Alignment
 from hpcai.models.retinanet import evaluate, nms
 from tests import proteins
@@ -230,6 +233,55 @@ def test_later_papers_are_classified_better_than_by_label_propagation_and_featur
     assert accuracy.pop("network") > max(accuracy.values()) + 0.025 and correlation > 0.7, (accuracy, correlation)
 
 
+def fit_logistic(table: EventTable, decay: float, passes: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Return logits and labels of the validation events by logistic regression, with one weight for each row of each table."""
+    splits, count = {}, sum(table.rows)
+    for split in ("train", "validation"):
+        dense, ids, label = table.check(np.array(table.mapped(split)), table.path(split))
+        rows = np.where(ids < 0, count, ids + np.repeat(np.cumsum([0, *table.rows[:-1]]), table.hotness))
+        splits[split] = [torch.from_numpy(np.array(x)) for x in (dense, rows, label)]
+    torch.manual_seed(0)
+    embedding, linear = torch.nn.EmbeddingBag(count + 1, 1, mode="sum", padding_idx=count), torch.nn.Linear(table.dense, 1)
+    torch.nn.init.zeros_(embedding.weight)
+    optimizer = torch.optim.Adagrad([*embedding.parameters(), *linear.parameters()], 0.05)
+    dense, rows, label = splits["train"]
+    mean, deviation = dense.mean(0), dense.std(0) + 1e-6
+    for _ in range(passes):
+        for some in torch.randperm(len(label)).split(1024):
+            logit = (embedding(rows[some]) + linear((dense[some] - mean) / deviation))[:, 0]
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, label[some])
+            optimizer.zero_grad()
+            (loss + decay / 2 * embedding.weight.square().sum()).backward()
+            optimizer.step()
+    dense, rows, label = splits["validation"]
+    with torch.no_grad():
+        return (embedding(rows) + linear((dense - mean) / deviation))[:, 0].numpy(), label.numpy()
+
+
+def area_under_roc(scores: np.ndarray, labels: np.ndarray) -> float:
+    return float(auc(torch.from_numpy(scores), torch.from_numpy(labels)))
+
+
+@claim
+def test_reads_of_pathogenic_strains_are_found_better_than_by_logistic_regression(tmp_path: Path) -> None:
+    run, table = train_small("dlrm", "events", [], tmp_path), EventTable(tmp_path / "data")
+    baselines = {decay: area_under_roc(*fit_logistic(table, decay)) for decay in (1e-4, 1e-5, 1e-6)}
+    network = max(metric_by_step(run, "evaluate", "auc").values())
+    print(f"AUC of the network {network:.4f}, of logistic regression by decay {baselines}")
+    assert network > max(baselines.values()) + 0.006
+
+
+@claim
+def test_clicks_are_learnt_up_to_the_teacher(tmp_path: Path) -> None:
+    run = train_small("dlrm", "events", ["--kind", "clicks", "--events", "400000"], tmp_path)
+    events = event_picture.read(run / event_picture.FILE)
+    assert events.teacher is not None
+    own, best = (area_under_roc(scores, events.label) for scores in (events.logit, events.teacher))
+    linear = area_under_roc(*fit_logistic(EventTable(tmp_path / "data"), 1e-6, 3))
+    print(f"AUC of the network {own:.4f}, of the teacher {best:.4f}, of logistic regression {linear:.4f}")
+    assert best > own > linear + 0.01
+
+
 @claim
 def test_masked_residues_are_predicted_better_than_by_profiles_and_contacts_from_attention(tmp_path: Path) -> None:
     """Contacts of families whose structures were in neither training nor regression."""
@@ -413,6 +465,7 @@ SHORT = {  # data and scores of each app; settings and bounds are in tests/data
     "cosmoflow": (lambda folder: universes.write_universes(folder, size=16, train=96, validation=24, rows=1), error_ratios),
     "deepcam": (write_bands, last_scores),
     "resnet": (small_apps.simulator("galaxies", "--samples 240 --size 32 --validation 0.167 --test 0 --rows 40"), last_scores),
+    "dlrm": (small_apps.simulator("events", "--events 2000 --organisms 4 --genome 1000 --recombination 0"), last_scores),
     "retinanet": (
         small_apps.simulator("survey", "--samples 36 --size 64 --galaxies 1 --stars 10 --validation 0.2 --rows 20"), last_scores,
     ),

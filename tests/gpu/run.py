@@ -75,9 +75,9 @@ _KERNELS = "test_kernels", "test_capture", "test_one_rank", "test_doctor"
 _RUNTIME = "test_step", "test_together", "test_data", "test_float8", "timing"
 _MODELS = (
     "test_bert", "test_cosmoflow", "test_deepcam", "test_unet3d", "test_dimenet", "test_openfold", "test_llm",
-    "test_diffusion", "test_retinanet", "test_rgat",
+    "test_diffusion", "test_retinanet", "test_rgat", "test_dlrm",
 )  # fmt: skip
-_SCIENCE = "bert", "cosmoflow", "deepcam", "opencatalyst", "openfold-crop-256", "resnet", "retinanet", "rgat", "unet3d"
+_SCIENCE = "bert", "cosmoflow", "deepcam", "dlrm", "opencatalyst", "openfold-crop-256", "resnet", "retinanet", "rgat", "unet3d"
 _FULL = {"tests": ("test_full",), "apps": ("cosmoflow-batch-4", "unet3d-batch-7")}
 RUNGS = {
     "R1": Rung("do kernels compile, and can a step be captured?", {"tests": _KERNELS}),

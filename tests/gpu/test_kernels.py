@@ -53,8 +53,8 @@ def test_the_kernels_of_attention_are_its_twin(dtype: torch.dtype, rtol: float, 
 
 
 @cuda_only  # elsewhere Triton's interpreter has run these cases
-@pytest.mark.parametrize("of", ["norms", "gates", "experts", "graph attention", "paged attention"])
-def test_the_kernels_of_norms_gates_experts_and_attention_are_their_formulas(of: str) -> None:
+@pytest.mark.parametrize("of", ["norms", "gates", "embeddings", "experts", "graph attention", "paged attention"])
+def test_the_kernels_of_norms_gates_embeddings_experts_and_attention_are_their_formulas(of: str) -> None:
     from tests.slow import formulas
 
     if of == "experts":
@@ -78,6 +78,10 @@ def test_the_kernels_of_norms_gates_experts_and_attention_are_their_formulas(of:
         for case, (x, y) in product(formulas.LAYOUTS, formulas.DTYPES):
             formulas.check_layer_norm(case, x, y, GPU)
         formulas.check_nonfinite_rows(GPU)
+        return
+    if of == "embeddings":
+        for table, rowwise, kind in product(formulas.TABLES, (False, True), (torch.float32, torch.float64)):
+            formulas.check_embedding_update(table, rowwise, kind, GPU)
         return
     for kind in (torch.float32, torch.bfloat16):
         for case in formulas.GATES:

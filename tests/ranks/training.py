@@ -15,6 +15,7 @@ import torch
 
 from hpcai.dist.collectives import all_gather_object
 from hpcai.dist.mesh import Mesh
+from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import CheckpointConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.checkpoint_reader import Progress, read_tensors
@@ -37,9 +38,14 @@ class TrainResult(NamedTuple):
 
 
 def training_state(step: Step) -> Shards:
-    """Return this rank's weights, gradients, moments, averages and buffers."""
+    """Return this rank's weights, gradients, moments, averages and buffers, and the parameters of modules that update
+    themselves."""
     buffers = {name: x for name, x in step.model.named_buffers() if x.is_floating_point()}
     state = [(f"{name} buffer", tuple(x.shape), (0,) * x.ndim, x.double().numpy().copy()) for name, x in buffers.items()]
+    own = {p for part in step.self_updating for p in part.parameters()}
+    for name, p in ((name, p) for name, p in step.model.named_parameters() if p in own):
+        boxes = shard_spec(p).boxes((0,) * p.ndim, p.shape)
+        state += [(name, shard_spec(p).global_shape, at, p[piece].double().numpy().copy()) for at, piece in boxes]
     return local_shards(step) + state
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from hpcai.kernels import float8, float8_triton, focal_loss, focal_loss_triton, gates_triton, layernorm_triton, rotary_triton
 from hpcai.kernels import graph_attention as graph
 from hpcai.kernels import paged_attention as paged
+from hpcai.kernels.embedding_update import Layout, adagrad_, dense_gradients
+from hpcai.kernels.embedding_update_triton import update as update_table
 from hpcai.kernels.float8_formats import MAX_EXPONENT
 from hpcai.kernels.graph_attention_triton import GraphAttention
 from hpcai.kernels.grouped_mm import reference
@@ -222,6 +224,28 @@ def check_focal_loss(case: tuple[tuple[int, ...], float, float], dtype: torch.dt
     expected, slope = run(focal_loss.reference, logits.double(), dloss.double())
     _check_close("loss", loss, expected, expected + shape[-1])
     _check_close("grad", grad, slope, slope.abs() + dloss.abs()[..., None])
+
+
+# Rows of a table, columns, bags and ids of a bag.
+TABLES = (50, 8, 16, 3), (3, 128, 70, 1), (1000, 128, 9, 20), (7, 24, 5, 4), (1, 1, 1, 1), (20, 16, 3, 1), (20, 512, 40, 2)
+
+
+def check_embedding_update(case: tuple[int, int, int, int], rowwise: bool, dtype: torch.dtype, device: str) -> None:
+    """Check gradients of rows and their update by Adagrad, with padding, repeated ids and ids of other shards."""
+    rows, channels, bags, hotness = case
+    draw, scalars = _seeded_randn(device), [torch.tensor(x, device=device) for x in (0.1, 0.5, 0.0)]
+    ids = (draw(bags, hotness + 2) * rows).long().int()[:, 1:-1]  # with others beside them; a third is outside of the table
+    ids[::3] = ids[0].clone()
+    x = draw(rows, channels), draw(rows, 1 if rowwise else channels).square(), draw(bags, 2, channels)[:, :1]
+    weight, state, grad = (part.cpu().double() for part in x)
+    w, s, g = (part.to(dtype) for part in x)
+    for skip in (1, 0):  # a skipped update changes nothing
+        update_table(w, s, ids, g[:, 0], *scalars[:2], scalars[2] + skip, 1e-6)
+    update_table(dense := g.new_zeros(rows, channels), None, ids, g[:, 0], None, None, None, 0.0)
+    layout, (lr, scale, skip) = Layout((hotness,), (rows,), (0,)), [x.cpu() for x in scalars]
+    adagrad_([weight], [state], layout, ids.cpu(), grad, lr=lr, scale=scale, found_inf=skip, eps=1e-6)
+    for actual, expected in zip((w, s, dense), (weight, state, dense_gradients(layout, ids.cpu(), grad))):
+        torch.testing.assert_close(actual.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 RMS_NORM_SHAPES = (3, 33, 128), (128, 64), (5, 384), (2, 19, 23), (70, 1), (2,), (0, 16), (3, 8192), (9, 5120)

@@ -16,6 +16,7 @@ from hpcai.kernels import (
     philox_triton,
     rotary,
 )  # fmt: skip
+from hpcai.kernels.embedding_update_triton import update as update_table
 from hpcai.kernels.fused_optimizer_triton import run as run_update
 from hpcai.nn import BatchNorm, InstanceNorm
 
@@ -63,7 +64,11 @@ def calls(arch):
         yield philox_triton.run, [kind, *torch.ones(3, 9, dtype=INT64), torch.empty(9, 99, dtype=dtype)]
     (w, average), (g, m, low), scalar = torch.empty(2, 4096), torch.empty(3, 4096, dtype=BF16), torch.ones(())
     segments = fused_optimizer.Segments([(0, 4096)], "cpu", 4096)
-    for kind, moments, within in (("adam", (w, w), None), ("inside", (m,), segments), ("outside", (m,), None)):
+    table, ids = torch.empty(1 << 20, 128), torch.empty(4096, 20, dtype=torch.int32)
+    for state in (table, table[:, :1], None):
+        yield update_table, [table, state, ids, table[:4096], scalar, scalar, scalar, 1e-8]
+    kinds = ("adam", (w, w), None), ("adagrad", (w,), None), ("inside", (m,), segments), ("outside", (m,), None)
+    for kind, moments, within in kinds:
         operands = fused_optimizer.Operands(w, g, moments, scalar, scalar, low, average, scalar, scalar.long(), segments=within)
         yield run_update, [operands, kind, scalar, scalar, (0.9, 0.999)]
     yield fused_optimizer.lars_norms, [w, g, segments], {"scale": scalar}

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 WIDE = {"_forward": 64, "_backward": 128}
 MODULES: dict[str, tuple[int, dict[str, int], int]] = {
     "attention": (5, {"": 255}, 16), "batchnorm": (5, {"": 128}, 3),
-    "float8": (2, {"": 64}, 6), "focal_loss": (2, {"": 64}, 32),
+    "embedding_update": (1, {"": 64}, 26), "float8": (2, {"": 64}, 6), "focal_loss": (2, {"": 64}, 32),
     "gates": (2, {"_forward": 64, "_backward": 80}, 16), "graph_attention": (3, {"": 80}, 10), "layernorm": (2, WIDE, 12),
     "moe": (3, {"": 192}, 17), "philox": (2, {"": 128}, 99), "rotary": (1, {"": 96}, 0),
     "fused_optimizer": (2, {"": 64}, 10), "paged_attention": (2, {"": 128}, 17),

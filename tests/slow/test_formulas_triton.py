@@ -150,6 +150,15 @@ with pytest.raises(ValueError, match="expected labels"):
 print(len(cases), "cases")
 """
 
+EMBEDDING = """
+import itertools, sys, torch
+from tests.slow import formulas
+cases = list(itertools.product(formulas.TABLES, (False, True)))[:: 1 if sys.argv[1] == "all" else 3]
+for case, rowwise in cases:
+    formulas.check_embedding_update(case, rowwise, torch.float32, "cpu")
+print(len(cases), "cases")
+"""
+
 LAYERNORM = """
 import pytest, sys, torch, triton
 from hpcai.kernels import layernorm_triton as fused
@@ -408,7 +417,7 @@ with pytest.raises(ValueError, match="residual has shape"):
 OPTIMIZERS = """
 import random, sys, torch
 from hpcai.kernels import fused_optimizer, fused_optimizer_triton
-from hpcai.kernels.fused_optimizer import Segments, adam_, lamb_direction_, lars_, lars_norms, sgd_, lamb_update_
+from hpcai.kernels.fused_optimizer import Segments, adagrad_, adam_, lamb_direction_, lars_, lars_norms, sgd_, lamb_update_
 
 class TritonOperands(fused_optimizer.Operands):
     def __init__(self, *rows, **after):
@@ -431,7 +440,7 @@ def run_example(r):
     rows |= {"low": r.choice([torch.randn(n).bfloat16(), None]), "average": r.choice([torch.randn(n), None])}
     edges = sorted(r.choices(range(0, n + 1, r.choice([1, 16])), k=2 * r.randint(1, 4)))
     segments = Segments([(a, b - a) for a, b in zip(edges[::2], edges[1::2])], "cpu", n)
-    kind = r.choice("adam adamw sgd keras lamb lars".split())
+    kind = r.choice("adagrad adam adamw sgd keras lamb lars".split())
     lr, step = torch.tensor(r.choice([0.0, 1e-3, 0.3])), torch.tensor(r.choice([1.0, 2.0, 4.0, 50.0, 1e5]))
     scale, skip = r.choice([torch.tensor(0.37), torch.tensor(1.0), None]), torch.tensor(r.choice([0.0, 0.0, 0.0, 1.0]))
     rows["gradient"].fill_(torch.nan) if skip else None
@@ -447,6 +456,8 @@ def run_example(r):
         w, g, m, v, moments = *list(x.values())[:4], dict(scale=scale, found_inf=skip, weight_decay=decay)
         if kind in ("adam", "adamw"):
             adam_(w, g, m, v, lr=lr, step=step, betas=betas, eps=1e-8, decoupled=kind == "adamw", **moments, **after, **rng)
+        elif kind == "adagrad":
+            adagrad_(w, g, v, lr=lr, eps=1e-3, **moments, **after, **rng)
         elif kind in ("sgd", "keras"):
             sgd_(w, g, m, lr=lr, momentum=momentum, lr_in_momentum=kind == "keras", nesterov=nesterov, **moments, **after, **rng)
         elif kind == "lamb":
@@ -476,6 +487,7 @@ PROGRAMS = {
     "attention": (ATTENTION, ("2", "4 examples"), ("150", "152 examples")),
     "batchnorm": (BATCHNORM, ("1", "8 examples 6"), ("9", "72 examples 36")),
     "decoder": (DECODER, ("some", "all formulas"), ("all", "all formulas")),
+    "embedding update": (EMBEDDING, ("some", "5 cases"), ("all", "14 cases")),
     "float8": (FLOAT8, ("some", "6 cases"), ("all", "24 cases")),
     "focal loss": (FOCAL, ("some", "4 cases"), ("all", "10 cases")),
     "graph attention": (GRAPH, ("", "all formulas")),

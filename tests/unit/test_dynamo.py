@@ -13,7 +13,7 @@ HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"
 IMPORTS = f"""
 import pkgutil, sys, torch
 from importlib import import_module
-for app in ("bert", "cosmoflow", "deepcam", "unet3d", "resnet", "retinanet", "rgat", "opencatalyst", "openfold", "llm",
+for app in ("bert", "cosmoflow", "deepcam", "unet3d", "resnet", "retinanet", "rgat", "dlrm", "opencatalyst", "openfold", "llm",
             "diffusion"):
     for name in ("__main__", "data", "settings"):
         import_module(f"apps.{{app}}.{{name}}")

@@ -1,5 +1,6 @@
 """README and pages: their notebook cells run, their settings exist, and no command installs another project's package."""
 
+import json
 import re
 import sys
 import types
@@ -15,6 +16,7 @@ from hpcai.models.bert import Bert, BertConfig
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
 from hpcai.models.diffusion import Diffusion, DiffusionConfig, UNetConfig
+from hpcai.models.dlrm import DLRM, DLRMConfig
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.structures import write_structure
 from hpcai.models.resnet import ResNet, ResNetConfig
@@ -42,6 +44,14 @@ ELSEWHERE = {  # pages with Python that other tests run
 }
 
 
+def write_events(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    split = {"rows": 70, "positives": 0}
+    content = {"dense": 2, "tables": [{"name": "a", "rows": 5, "hotness": 2}], "splits": {"validation": split}}
+    (folder / "table.json").write_text(json.dumps(content))
+    np.zeros((70, 5), np.int32).tofile(folder / "validation.bin")
+
+
 def run_cells(page: str, count: int, names: dict) -> dict:  # type: ignore[type-arg]
     """Run the Python cells of a page with ``names`` as globals, and return these."""
     cells = [text for language, text in BLOCK.findall((ROOT / page).read_text()) if language in ("python", "py")]
@@ -60,6 +70,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "deepcam": DeepCam(DeepCamConfig(divide=16, middle=0, low=(0.0,) * 16, high=(1.0,) * 16)),
         "resnet": ResNet(ResNetConfig(layers=(1, 1, 1, 1), base_width=4, size=32, resize=36, classes=("disc", "merger"))),
         "bert": Bert(BertConfig(vocabulary=32, width=16, layers=1, heads=2, inner=16, positions=8, types=1, nsp=False)),
+        "dlrm": DLRM(DLRMConfig(dense_features=2, rows=(5,), hotness=(2,), dim=4, bottom=(4,), cross_rank=2, top=(1,))),
         "retinanet": RetinaNet(RetinaNetConfig(base_width=4, groups=1, width_per_group=64, size=(64, 64), num_classes=2)),
         "rgat": RGAT(RGATConfig(features=12, hidden=8, heads=2, layers=2, relations=tuple(EDGES), num_classes=6)),
         "unet3d": UNet3D(UNet3DConfig(filters=(4, 4), window=(8, 16, 16))),
@@ -93,6 +104,8 @@ def test_the_cells_of_pages_run(runs: Path) -> None:
     assert run_cells("apps/retinanet/README.md", 1, {"images": images})["objects"][0].keys() == {"boxes", "scores", "classes"}
     write_reference_graph(runs.parent / "datasets/rgat-small")
     assert run_cells("apps/rgat/README.md", 1, {})["logits"].shape == (20, 6)
+    write_events(runs.parent / "datasets/dlrm-small")
+    assert run_cells("apps/dlrm/README.md", 1, {})["probability"].shape == (64,)
     scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))
     assert run_cells("apps/unet3d/README.md", 1, {"scan": scan})["organs"]["kidney"].shape == scan.shape
     names = run_cells("docs/glossary.md", 1, {"nn": torch.nn, "GatherFull": torch.nn.Flatten, "partition": 0, "size": -1})

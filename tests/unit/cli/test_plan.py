@@ -18,7 +18,7 @@ from tests.reference_data import load_json
 
 TINY = [*Benchmark().tiny, "model.template=null", "features.templates=0", "features.recycles=0"]
 EXPERTS = "{count: 4, top_k: 2, inner: 64, dense_layers: [0]}"
-PLANNED = ["bert", "cosmoflow", "deepcam", "llm", "openfold", "resnet", "retinanet", "rgat", "unet3d"]
+PLANNED = ["bert", "cosmoflow", "deepcam", "dlrm", "llm", "openfold", "resnet", "retinanet", "rgat", "unet3d"]
 
 
 def run_plan(capsys: pytest.CaptureFixture[str], *args: str) -> Any:

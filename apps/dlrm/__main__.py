@@ -1,0 +1,37 @@
+"""Train DLRM:  python -m apps.dlrm apps/dlrm/configs/small.yaml [step.lr=1e-2 ...]"""
+
+from apps.dlrm.mlperf import BENCHMARK
+from apps.dlrm.settings import Config
+from hpcai import config
+
+
+def main(cfg: Config) -> None:
+    from apps.dlrm.data import (
+        build_loaders,
+        complete_model_config,
+        describe_plan,
+        numbered_predictions,
+        open_table,
+        plan_tables,
+        score,
+    )
+    from hpcai import dist, train
+    from hpcai.models import dlrm
+
+    cost = train.SampleCost({"events": cfg.data.rows})
+    with dist.start(cfg.mesh) as mesh, train.Run("dlrm", cfg, mesh, BENCHMARK, cost) as run:
+        table = open_table(cfg)
+        model_cfg = complete_model_config(cfg.model, table)
+        plan = plan_tables(cfg, model_cfg, mesh)
+        with train.seeds(cfg.train.seed):
+            model = dlrm.parallelize(dlrm.DLRM(model_cfg), mesh, plan)
+        with build_loaders(cfg, mesh, table, model) as (training, validation, pictures):
+            step = train.Step(model, dlrm.loss, cfg.step, mesh)
+            step.messages.append(describe_plan(plan, cfg.data.batch))
+            result = train.fit(step, training, cfg.train, validation=validation, evaluate=score, run=run)
+            run.finish(step, result, numbered_predictions, pictures, run.array_writer("events.npz", **table.truth()))
+    raise SystemExit(result.exit_code)
+
+
+if __name__ == "__main__":
+    config.run(Config, main)
