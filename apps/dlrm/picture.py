@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from hpcai.cli.report.picture import Finding, Table, arrays, format_measured
 from hpcai.cli.report.theme import WIDTH, Theme, panel_title
@@ -123,6 +124,9 @@ def _draw_organisms(results: Events, theme: Theme) -> Figure:
         area = np.array([*values.values()])[chosen]
         axes.scatter(100 * results.abundance[keys][chosen], area, color=color, alpha=0.7, label=f"{name} half of the strains")
     axes.set(xlabel="reads of a harmless strain, per cent", ylabel="AUC of the pathogens' reads", xscale="log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.legend(loc="lower right", fontsize=8)
     panel_title(axes, "Harmless strains", "by their abundance and distance to the closest pathogen", theme)
     return figure
