@@ -39,6 +39,9 @@ from hpcai.nn.moe import Experts
 
 _NO_WORK = {"_unsafe_view", "device", "lift_fresh", "promote_types", "is_set_to"}  # in addition to views and empty tensors
 _WRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"}  # do not read their first argument
+# These read, or read and write, some elements of their first argument: those of the result, or of the last tensor.
+_GATHERS = {"index_select", "embedding", "index", "gather", "_embedding_bag", "_embedding_bag_forward_only"}
+_SCATTERS = {"index_add_", "index_copy_", "index_put_", "scatter_", "scatter_add_"}
 
 
 def _conv_flops(x: Any, weight: Any, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool, *_: Any,
@@ -235,7 +238,8 @@ class StepTracer(TorchDispatchMode):
         flops = self._flops(function.overloadpacket, args, kwargs, result)
         widths = [x.element_size() for x in read or written if x.is_floating_point() or not flops]
         # In addition to the factors there may be wider sums: of attention, and addends of a product.
-        self.add_kernel(name, sum(map(_bytes, (*read, *written))), flops, (min if flops else max)(widths))
+        touched = sum(map(_bytes, (*read, *written))) - _untouched_bytes(name, args, read, written[0])
+        self.add_kernel(name, touched, flops, (min if flops else max)(widths))
         return result
 
     def _flops(self, operation: Any, args: Any, kwargs: Any, result: Any) -> float:
@@ -259,6 +263,16 @@ class StepTracer(TorchDispatchMode):
     def _untrack(self, key: int, size: int) -> None:
         self._live.discard(key)
         self.bytes -= size
+
+
+def _untouched_bytes(name: str, args: Any, read: Sequence[Tensor], result: Tensor) -> int:
+    """Return the bytes that a gather or scatter leaves out of its first argument."""
+    if name not in _GATHERS | _SCATTERS:
+        return 0
+    table, count = args[0], result.numel() if name in _GATHERS else read[-1].numel()
+    if "bag" in name:
+        count = args[1].numel() * table.shape[1]
+    return max(_bytes(table) - count * table.element_size(), 0) * (1 + (name in _SCATTERS))
 
 
 def _bytes(x: Tensor) -> int:

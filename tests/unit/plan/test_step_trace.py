@@ -47,6 +47,20 @@ def test_operations_have_flop_and_bytes() -> None:
     assert trace.events == [mm, copy, fill, add]
 
 
+def test_a_gather_or_scatter_touches_no_more_rows_of_a_table_than_there_are_ids() -> None:
+    with fake_tracer() as tracer:
+        table, few, all_ids = torch.empty(1000, 8), torch.zeros(3, 4, dtype=torch.int64), torch.zeros(5000, dtype=torch.int64)
+        with tracer.record() as trace:
+            table.index_select(0, few[0])
+            table.index_select(0, all_ids)
+            torch.nn.functional.embedding_bag(few, table, mode="sum")
+            table.index_add_(0, few[0], torch.empty(4, 8))
+    found = [event.bytes for event in trace.events if isinstance(event, Kernel) and ("index" in event.name or "bag" in event.name)]
+    row = 4 * 8
+    assert found[:2] == [4 * (row + 8 + row), 1000 * row + 5000 * (8 + row)]
+    assert 12 * (row + 8) + 3 * row <= found[2] < 1000 * row and found[3] == 4 * (8 + 3 * row)
+
+
 @pytest.mark.parametrize(
     "layer",
     [nn.Conv2d(8, 16, 3, stride=2), nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 4, 2, stride=2)],
