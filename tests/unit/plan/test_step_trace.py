@@ -55,10 +55,10 @@ def test_a_gather_or_scatter_touches_no_more_rows_of_a_table_than_there_are_ids(
             table.index_select(0, all_ids)
             torch.nn.functional.embedding_bag(few, table, mode="sum")
             table.index_add_(0, few[0], torch.empty(4, 8))
-    found = [event.bytes for event in trace.events if isinstance(event, Kernel) and ("index" in event.name or "bag" in event.name)]
+    moved = [event.bytes for event in trace.events if isinstance(event, Kernel) and ("index" in event.name or "bag" in event.name)]
     row = 4 * 8
-    assert found[:2] == [4 * (row + 8 + row), 1000 * row + 5000 * (8 + row)]
-    assert 12 * (row + 8) + 3 * row <= found[2] < 1000 * row and found[3] == 4 * (8 + 3 * row)
+    assert moved[:2] == [4 * (row + 8 + row), 1000 * row + 5000 * (8 + row)]
+    assert 12 * (row + 8) + 3 * row <= moved[2] < 1000 * row and moved[3] == 4 * (8 + 3 * row)
 
 
 @pytest.mark.parametrize(
