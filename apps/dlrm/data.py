@@ -24,7 +24,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.models.dlrm import DLRM, Batch, DLRMConfig, auc_of_ranks, exchange, predictions
 from hpcai.parallel.embedding_plan import ShardingPlan, plan_shards
 from hpcai.programs import command_of
-from hpcai.train import Rows
+from hpcai.train import PerSample
 
 _BETWEEN_NODES = 67 / 4  # time of a byte on the network, in that of a byte of a lookup (ShardingPlan.network)
 
@@ -129,7 +129,7 @@ def score(model: Any, batch: Any) -> dict[str, Any]:
     values = predictions(model, batch)
     logit, label = values["logit"], values["label"]
     total = F.binary_cross_entropy_with_logits(logit, label.to(logit.dtype), reduction="sum")
-    return {"auc": Rows((logit, label), auc_of_ranks), "loss": (total, len(label))}
+    return {"auc": PerSample((logit, label), auc_of_ranks), "loss": (total, len(label))}
 
 
 def numbered_predictions(model: Any, batch: NumberedBatch) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ __getattr__, __all__ = attach(
         ".checkpoint": ["Checkpoints"],
         ".rng": ["seed_all", "seeds"],
         ".evaluation": ["evaluate", "predict"],
-        ".metrics": ["Rows"],
+        ".metrics": ["PerSample"],
         "hpcai.stop": ["REQUEUE"],
         "hpcai.settings": ["StepConfig", "ScheduleConfig", "TrainConfig", "CheckpointConfig", "ReportConfig"],
     },

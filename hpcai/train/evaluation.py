@@ -21,10 +21,10 @@ from hpcai.dist.watchdog import HEARTBEAT, waiting_at
 from hpcai.errors import ConfigError, DataError
 from hpcai.settings import AXES
 from hpcai.train.flight_recorder import pause_watchdog
-from hpcai.train.metrics import MetricSums, Rows, Total, Value
+from hpcai.train.metrics import MetricSums, PerSample, Total, Value
 from hpcai.train.step import SingleStage, Step, samples_in
 
-Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total | Rows]]
+Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total | PerSample]]
 PredictFunction = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
 TimedMetrics = tuple[dict[str, float], float]  # metrics, and the seconds of the evaluation

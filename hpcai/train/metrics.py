@@ -11,7 +11,7 @@ float64. ::
     return {"auc": ((signal, background), area)}     # counts by score [K], [K]; area(signal, background) -> float
     return {"spectrum": (power, by_scale)}           # [K]; by_scale(power) -> {"power_0": ..., "power_1": ...}
 
-``Rows`` is for a metric that is no function of sums: each rank keeps its rows, and all ranks compute the metric together.
+``PerSample`` is for a metric that is no function of sums: each rank keeps its values, and all ranks compute the metric together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from hpcai.dist.collectives import all_reduce_, broadcast_object, gather_distinct
+from hpcai.dist.collectives import all_gather_numbers, all_reduce_, broadcast_object, gather_distinct
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError, DataError
 
@@ -31,11 +31,11 @@ Total = tuple[Tensor | Sequence[Tensor], Finish]
 _Specs = list[tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes of the sums of one metric
 
 
-class Rows(NamedTuple):
-    """Rows of a batch. ``compute(*rows, axis)`` is called once on all ranks of ``axis``, a collective call, with the rows of all
-    batches of a rank, and returns the same scalar on all of them."""
+class PerSample(NamedTuple):
+    """Values of the samples of a batch [samples, ...]. ``compute(*values, axis)`` is called once on all ranks of ``axis``, a
+    collective call, with the values of all batches of a rank, and returns the same scalar on all of them."""
 
-    rows: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
     compute: Callable[..., Any]
 
 
@@ -45,13 +45,13 @@ class MetricSums:
     def __init__(self) -> None:
         self._sums: dict[str, list] = {}
         self._totals: dict[str, tuple[list[Tensor], Finish]] = {}
-        self._rows: dict[str, list[Rows]] = {}
+        self._per_sample: dict[str, list[PerSample]] = {}
 
-    def add(self, values: Mapping[str, Value | Total | Rows], samples: int) -> None:
+    def add(self, values: Mapping[str, Value | Total | PerSample], samples: int) -> None:
         """Add the values of a batch. Raises ConfigError if sums are no real tensors, or differ in shape from the batch before."""
         for name, value in values.items():
-            if isinstance(value, Rows):
-                self._rows.setdefault(name, []).append(value)
+            if isinstance(value, PerSample):
+                self._per_sample.setdefault(name, []).append(value)
                 continue
             if has_finish(value):
                 sums, finish = value
@@ -69,11 +69,15 @@ class MetricSums:
     def reduce(self, axis: Axis, device: torch.device, uneven: bool = False) -> dict[str, float]:
         """Return the metrics by name over all ranks of ``axis``, which call it together, and reset the sums. With ``uneven``, a
         rank may have added nothing, and gets names and shapes from the others. Raises ConfigError if sums of ranks differ in shape,
-        two metrics return the same name, or ``finish`` returns no number, and DataError if this rank lacks rows of a metric."""
-        local = self.names, {name: _specs(sums) for name, (sums, _) in sorted(self._totals.items())}, sorted(self._rows)
+        two metrics return the same name, or ``finish`` returns no number, and DataError if a rank has no sample for a metric of
+        ``PerSample``."""
+        local = self.names, {name: _specs(sums) for name, (sums, _) in sorted(self._totals.items())}, sorted(self._per_sample)
         specs = gather_distinct(local if any(local) else None, axis) if uneven else {0: local}
-        if missing := set().union(*(rows for _, _, rows in specs.values())) - self._rows.keys():
-            raise DataError(f"rank {axis.rank} has no sample for the metric {missing.pop()!r}; evaluate one or more on each rank")
+        if uneven and (kept := sorted(set().union(*(per_sample for _, _, per_sample in specs.values())))):
+            complete = all_gather_numbers([kept == sorted(self._per_sample)], axis).flatten().tolist()
+            if 0 in complete:
+                text = f"rank {complete.index(0)} of {axis.size} has no sample for the metric {kept[0]}"
+                raise DataError(f"{text}; take batches of at least {axis.size} samples")
         names = sorted(set().union(*(counted for counted, _, _ in specs.values())))
         # By metric: the first rank that has its sums, and their dtypes and shapes, which are the same on all such ranks.
         kinds: dict[str, tuple[int, _Specs]] = {}
@@ -94,9 +98,9 @@ class MetricSums:
             if repeated := sorted(results.keys() & part):
                 raise ConfigError(f"{', '.join(repeated)}: returned by more than one metric; give each metric its own names")
             results |= part
-        rows, self._rows = self._rows, {}
-        for name, parts in sorted(rows.items()):
-            columns = [torch.cat(column).detach().to(device) for column in zip(*(part.rows for part in parts))]
+        per_sample, self._per_sample = self._per_sample, {}
+        for name, parts in sorted(per_sample.items()):
+            columns = [torch.cat(column).detach().to(device) for column in zip(*(part.values for part in parts))]
             results[name] = float(parts[0].compute(*columns, axis))
         return dict(sorted(results.items()))
 

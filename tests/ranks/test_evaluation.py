@@ -1,5 +1,6 @@
 """Metrics and predictions do not depend on the number of ranks, nor on uneven shards."""
 
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,13 +13,13 @@ from torch import nn
 
 from hpcai.data import Loader
 from hpcai.dist import collectives
-from hpcai.dist.collectives import gather_distinct, gather_rows_to_first
-from hpcai.dist.mesh import Mesh
+from hpcai.dist.collectives import all_gather_object, gather_distinct, gather_rows_to_first
+from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError
 from hpcai.settings import StepConfig
 from hpcai.train import Step, evaluate, predict
 from hpcai.train.evaluation import _eval_mode_batches
-from hpcai.train.metrics import MetricSums
+from hpcai.train.metrics import MetricSums, PerSample
 from tests.index_source import IndexSource
 from tests.ranks.launch import on_ranks
 
@@ -54,6 +55,27 @@ def test_a_rank_without_samples_is_named_if_others_need_its_weights() -> None:
     loader = Loader(Rows(8), 2, mesh, name="v", shuffle=False, last_batch="keep")
     with pytest.raises(DataError, match=r"replica 0 of 4 has no sample to evaluate.*batches of at least 4 samples"):
         list(_eval_mode_batches(step, nn.Identity(), loader))
+
+
+def largest_gap(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return torch.cat(all_gather_object(values, axis)).sort().values.diff().max()
+
+
+def evaluate_gap(mesh: Mesh, count: int, batch: int) -> float | str:
+    step = Step(nn.Linear(3, 1), lambda m, b: {"loss": m(b).mean()}, StepConfig(precision="fp64"), mesh)
+    loader = Loader(Rows(count), batch, mesh, name="v", shuffle=False, last_batch="keep")
+    try:
+        return evaluate(step, lambda m, b: {"gap": PerSample((b.sum(1),), largest_gap)}, loader)["gap"]
+    except DataError as error:
+        return str(error)
+
+
+def test_a_metric_of_all_samples_is_computed_by_all_ranks_together() -> None:
+    expected = float(torch.stack([Rows(13).sample(k, 0).sum() for k in range(13)]).sort().values.diff().max())
+    for axes in ({"replicate": 1}, {"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}):
+        assert on_ranks(axes, evaluate_gap, 13, 4) == [expected] * prod(axes.values())
+    text = "rank 0 of 4 has no sample for the metric gap; take batches of at least 4 samples"
+    assert on_ranks({"replicate": 4}, evaluate_gap, 8, 2) == [text] * 4
 
 
 # ---- sums of tensors

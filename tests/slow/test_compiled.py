@@ -81,7 +81,7 @@ def test_every_kernel_compiles_without_spills_and_atomics_with_vector_accesses(
         # Triton 3.6 and 3.7 keep up to four words of the widest kernels on the stack; Philox takes twelve.
         assert local == 0 and stack <= (48 if module == "philox" else 16), f"{module} {kernel} on {name} spills"
         assert atomics == 0, f"{module} {kernel} on {name} sums in a nondeterministic order"
-        max_shared = 65 << 10 if module == "attention" and " C=64 " in kernel else 49 << 10  # no published network has such heads
+        max_shared = 75 << 10 if module == "attention" and " C=64 " in kernel else 49 << 10  # three programs, as with 65 KiB
         assert shared <= max_shared, f"{module} {kernel} on {name}: low occupancy"
         assert scalar <= max_scalar or kernel.startswith("_merge"), f"{module} {kernel} has {scalar} scalar of {accesses} accesses"
         if kernel.startswith("_cast"):
