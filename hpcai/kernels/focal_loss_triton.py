@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE, WARPS = 2048, 8  # elements of a tile: 8 a thread, 16 bytes in bf16; rows of odd classes take a scalar load for each
+TILE, WARPS = 2048, 8  # elements of a tile: 8 a thread, 16 bytes in bf16; half, where rows are not aligned: each takes a load of its own
 COLUMNS = 64  # of a tile: the classes of public data sets, 80 to 365, fill three quarters of their tiles or more
 
 _jit = triton.jit(do_not_specialize=["anchors"])  # the level of a pyramid; sizes of images differ
@@ -83,7 +83,8 @@ class _FocalLoss(torch.autograd.Function):
 
 
 def _launch(kernel: Any, tensors: list[Tensor], weights: tuple[float, float, float], logits: Tensor) -> None:
-    classes, rows = logits.shape[-1], TILE // COLUMNS
+    classes = logits.shape[-1]
+    rows = (TILE if classes % 8 == 0 else TILE // 2) // COLUMNS
     anchors = logits.numel() // max(classes, 1)
     grid = triton.cdiv(anchors, rows), *([triton.cdiv(classes, COLUMNS)] if kernel is _backward else [])
     if logits.numel():
