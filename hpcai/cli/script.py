@@ -15,7 +15,7 @@ from hpcai.errors import ConfigError
 from hpcai.programs import SUITE
 
 _FACTS = {"account": "required", "time": "required", "queue": r"required|--[a-z-]+", "select": r"\S+", "local": r"/.*",
-          "power": "--[a-z-]+", "container": "file|name|none"}  # fmt: skip
+          "cpus": r"\d+", "power": "--[a-z-]+", "container": "file|name|none"}  # fmt: skip
 _SITE_MARK = "# hpcai job: the lines of the site stand here\n"
 
 

@@ -19,7 +19,7 @@ def measure(mesh: Mesh) -> tuple[list[network.Link], dict[int, float], float]:
     channel = network.Channel(mesh.device, group, mesh.job)
     all_gather_object(None, mesh.job)
     links = network.measure_links(channel, mesh.rank, ["n"] * mesh.world, 20.0)
-    return links, network.measure_all_reduce(channel, 5.0), network.measure_pace(mesh.device, 0.2).rate
+    return links, network.measure_collective(channel, channel.all_reduce, 5.0), network.measure_pace(mesh.device, 0.2).rate
 
 
 @needs_gpus(2)

@@ -66,7 +66,7 @@ def _fill_report(args: Namespace, deadline: Deadline, rank_info: RankInfo, mesh:
     token, remaining = broadcast_object((secrets.token_hex(6), remaining - min(_RESERVE, remaining / 3)), job)
     seconds = {part: min(share * remaining, _MAX_SECONDS[part]) for part, share in _SHARES.items()}
     own_network = _measure_network(report.members, seconds, deadline, mesh)
-    report.network = network.Network(own_network.backend, sums=own_network.sums)
+    report.network = network.Network(own_network.backend, sums=own_network.sums, all_to_all=own_network.all_to_all)
     for network_part in gather_to_first(own_network, job):
         report.network.paces |= network_part.paces
         report.network.links += network_part.links
@@ -100,7 +100,9 @@ def _measure_network(members: Sequence[RankReport], seconds: dict[str, float], d
     deadline.begin("pace")
     result.paces[rank] = network.measure_pace(device)
     deadline.begin("sums")
-    result.sums = network.measure_all_reduce(channel, seconds["sums"])
+    result.sums = network.measure_collective(channel, channel.all_reduce, seconds["sums"] / 2)
+    deadline.begin("all-to-all")
+    result.all_to_all = network.measure_collective(channel, channel.all_to_all, seconds["sums"] / 2)
     return result
 
 

@@ -7,7 +7,7 @@ rounds, and all links of a round are busy at once. Pairs communicate over the ex
 import statistics
 import time
 import timeit
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from hpcai.dist.mesh import Axis
 MAX_PLAYERS = 64
 """Maximum number of ranks in a tournament, and of its rounds: all ranks of a job, or of a larger one the first of each node."""
 SIZES = (8, 1 << 20, 1 << 26)
-"""Bytes of the timed all-reduces."""
+"""Bytes of the timed all-reduces and all-to-alls."""
 _PINGS, _EXCHANGES, _EXCHANGE_BYTES = 20, 3, 4 << 20
 
 
@@ -45,11 +45,12 @@ class Pace:
 
 @dataclass
 class Network:
-    """The measurements; ``sums`` maps bytes to seconds of an all-reduce on the slowest rank."""
+    """The measurements; ``sums`` and ``all_to_all`` map bytes of a rank to seconds of the collective on the slowest rank."""
 
     backend: str = ""
     links: list[Link] = field(default_factory=list)
     sums: dict[int, float] = field(default_factory=dict)
+    all_to_all: dict[int, float] = field(default_factory=dict)
     paces: dict[int, Pace] = field(default_factory=dict)
 
 
@@ -102,6 +103,11 @@ class Channel:
         torch_dist.all_reduce(value, group=self.group)
         self.synchronize()
 
+    def all_to_all(self, value: torch.Tensor) -> None:
+        rows = value[: len(value) // self.job.size * self.job.size]  # of equal size for each rank
+        torch_dist.all_to_all_single(torch.empty_like(rows), rows, group=self.group)
+        self.synchronize()
+
 
 def measure_links(channel: Channel, rank: int, nodes: Sequence[str], seconds: float) -> list[Link]:
     """Return the links measured by this rank as the lower of the pair. After ``seconds`` on either rank, the pair is skipped."""
@@ -132,15 +138,15 @@ def measure_link(channel: Channel, sends_first: bool, other: int) -> tuple[float
     return statistics.median(times[3:]) / 2, _EXCHANGE_BYTES / min(exchanges[1:])
 
 
-def measure_all_reduce(channel: Channel, seconds: float, repeats: int = 5) -> dict[int, float]:
-    """Return the seconds of an all-reduce over all ranks by its bytes: the median of ``repeats`` on the slowest rank. Larger sizes
-    are skipped once a tenth of ``seconds`` is spent."""
+def measure_collective(channel: Channel, run: Callable[[torch.Tensor], None], seconds: float, repeats: int = 5) -> dict[int, float]:
+    """Return the seconds of a collective over all ranks by the bytes of a rank: the median of ``repeats`` on the slowest rank.
+    Larger sizes are skipped once a tenth of ``seconds`` is spent."""
     results, spent = dict[int, float](), 0.0
     for size in SIZES:
         if spent > seconds / 10:
             break
         value = torch.zeros(size // 4, device=channel.device)
-        times = timeit.repeat(partial(channel.all_reduce, value), repeat=repeats + 1, number=1)
+        times = timeit.repeat(partial(run, value), repeat=repeats + 1, number=1)
         results[size] = max(all_gather_object(statistics.median(times[1:]), channel.job))
         spent += results[size] * repeats
     return results

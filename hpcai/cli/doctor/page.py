@@ -75,8 +75,9 @@ def _network(report: Report) -> Iterator[tuple[str, str]]:
             rate = (f"{format_bytes(statistics.median(rates))}/s each way "
                     f"({format_bytes(min(rates))}/s to {format_bytes(max(rates))}/s)")  # fmt: skip
             yield name, f"{len(links)} by {network.backend}: {latency}, {rate}"
-    if network.sums:
-        yield "sums", ", ".join(f"{format_bytes(count)} {seconds * 1e3:,.3g} ms" for count, seconds in network.sums.items())
+    for name, seconds_of in (("all-reduce", network.sums), ("all-to-all", network.all_to_all)):
+        if seconds_of:
+            yield name, ", ".join(f"{format_bytes(count)} {seconds * 1e3:,.3g} ms" for count, seconds in seconds_of.items())
     if network.paces:
         rates = [pace.rate / 1e9 for pace in network.paces.values()]
         yield "pace", f"{statistics.median(rates):,.1f} GFLOP/s of a rank ({min(rates):,.1f} to {max(rates):,.1f})"
