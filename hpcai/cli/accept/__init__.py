@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hpcai.cli.accept.results import Results
     from hpcai.cli.accept.system import Figures
 
-REFRAME = (4, 7), (5, 0)
+REFRAME = (4, 8), (5, 0)
 """The lowest version of ReFrame, and the version below which it must be."""
 _PROGRAM = "from reframe.frontend.cli import main; main()"
 _LOWER_IS_BETTER = ("step_time", "time_to_target", "energy", "loader_share", "link_latency", "job_end")

@@ -7,6 +7,8 @@ A process computes on one GPU, or on a CPU core of this machine.
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import sysconfig
 from argparse import Namespace
@@ -52,7 +54,7 @@ def describe_system(args: Namespace, output: Path) -> dict[str, Any]:
     }  # fmt: skip
     partition = {
         "name": "default", "environs": ["default"], "access": access, "features": features, "extras": extras,
-        "scheduler": "local" if site is None else "pbs" if site.pbs else "slurm", "max_jobs": 1 if site is None else args.jobs,
+        "scheduler": _scheduler(site, args.list), "max_jobs": 1 if site is None else args.jobs,
         "launcher": "srun" if site and not site.pbs else "mpiexec", "prepare_cmds": _shell_lines(site, args),
         "sched_options": {"use_nodes_option": True},
     }  # fmt: skip
@@ -64,6 +66,19 @@ def describe_system(args: Namespace, output: Path) -> dict[str, Any]:
         "systems": [{"name": site.name if site else LOCAL, "hostnames": [".*"], "prefix": str(output), "partitions": [partition]}],
         "environments": [{"name": "default"}], "logging": [{"handlers": handlers}], "general": [reports],
     }  # fmt: skip
+
+
+def _scheduler(site: Site | None, listing: bool) -> str:
+    """Return ReFrame's name of the scheduler: for Slurm without accounting that which asks squeue alone."""
+    if site is None or listing:
+        return LOCAL
+    program = "qsub" if site.pbs else "sbatch"
+    if shutil.which(program) is None:
+        raise ConfigError(f"{program} is not installed here; run this on a login node of {site.name}, or test one node: --site local")
+    if site.pbs:
+        return "pbs"
+    accounting = shutil.which("sacct") and subprocess.run(["sacct", "--noheader"], capture_output=True).returncode == 0
+    return "slurm" if accounting else "squeue"
 
 
 def _cpus_per_task(site: Site | None, per_node: int) -> int | None:
