@@ -1,0 +1,1 @@
+"""`hpcai accept`: the acceptance of a machine."""
