@@ -142,8 +142,6 @@ class Planner:
         ``per_replica`` samples, at ``stage_rank`` along the axis pipeline, with ``micro_batches`` times as many samples."""
         key = ways, replicas, per_replica, tuple(overrides), stage_rank, micro_batches
         if key not in self._recorded:
-            layout = f"{replicas} replicas over {ways} GPUs each, {per_replica} samples a replica"
-            self.report(f"step {len(self._recorded) + 1}, traced once: {layout} {' '.join(overrides)}")
             self._recorded[key] = [(weight, self._record(*key, variant)) for variant, weight in self.training.step_variants.items()]
         return self._recorded[key]
 
@@ -151,6 +149,8 @@ class Planner:
         self, ways: int, replicas: int, per_replica: int, overrides: Overrides, stage_rank: int, micro_batches: int,
         variant: Overrides,
     ) -> Recorded:  # fmt: skip
+        layout = f"{replicas} replicas over {ways} GPUs each, {per_replica} samples a replica"
+        self.report(f"step {len(self._recorded) + 1}, traced once: {layout} {' '.join((*overrides, *variant))}")
         training, workload, axis = self.training, self.training.workload, self.training.split_axis
         if ways > 1 and axis is None:
             raise ConfigError(f"samples of {self.name} cannot be split in a plan; use one way")
@@ -255,25 +255,36 @@ class Planner:
             "split samples further"
         )
 
-    def plan_job(
-        self, gpus: int, ways: int, batch: int, machine: Machine, evaluating: int = 0, overrides: Overrides = (),
-        choices: Sequence[Overrides] = (),
-    ) -> Job:  # fmt: skip
-        """Plan a training on ``gpus``, with ``evaluating`` more GPUs that only evaluate (0: all GPUs evaluate, and training
-        waits)."""
-        processes, expert = ways * self.fixed_processes(overrides), getattr(self.settings(*overrides).mesh, "expert", 1)
+    def plan_step(
+        self, gpus: int, ways: int, batch: int, machine: Machine, overrides: Overrides = (), choices: Sequence[Overrides] = (),
+    ) -> tuple[Fit, float]:  # fmt: skip
+        """Return the step of a job on ``gpus`` with any ``batch``, and the seconds in which it waits for samples."""
+        processes, expert = ways * self.fixed_processes(overrides), self._experts(overrides)
         replicas = gpus // processes
         if gpus % processes or batch % replicas:
             raise InfeasibleError(f"{gpus} GPUs, {processes} a replica: {gpus / processes:g} replicas do not divide batch {batch}")
         if replicas % expert:
             raise InfeasibleError(f"{replicas} replicas do not divide into groups of {expert} that share experts (mesh.expert)")
         fit = self.fit_memory(ways, replicas, batch // replicas, machine, overrides, choices)
-        prepare, workers, per_replica, loader = self.training.preparation_seconds, self.training.workers, batch // replicas, 0.0
-        if prepare is not None:
-            seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
-            queue = 2 * per_replica + workers  # at least: two batches, and a sample of each worker
-            stalls = simulate_waits(seconds, fit.step.seconds, workers, queue, batch=per_replica, ranks=processes)
-            loader = float(stalls[_LOADER_WARMUP:].mean())
+        prepare, workers, per_replica = self.training.preparation_seconds, self.training.workers, batch // replicas
+        if prepare is None:
+            return fit, 0.0
+        seconds = prepare(np.random.default_rng(0), (replicas, (_LOADER_WARMUP + _LOADER_STEPS) * per_replica))
+        queue = 2 * per_replica + workers  # at least: two batches, and a sample of each worker
+        stalls = simulate_waits(seconds, fit.step.seconds, workers, queue, batch=per_replica, ranks=processes)
+        return fit, float(stalls[_LOADER_WARMUP:].mean())
+
+    def _experts(self, overrides: Overrides) -> int:
+        return getattr(self.settings(*overrides).mesh, "expert", 1)
+
+    def plan_job(
+        self, gpus: int, ways: int, batch: int, machine: Machine, evaluating: int = 0, overrides: Overrides = (),
+        choices: Sequence[Overrides] = (),
+    ) -> Job:  # fmt: skip
+        """Plan a training on ``gpus``, with ``evaluating`` more GPUs that only evaluate (0: all GPUs evaluate, and training
+        waits)."""
+        fit, loader = self.plan_step(gpus, ways, batch, machine, overrides, choices)
+        replicas = gpus // (ways * self.fixed_processes(overrides))
         samples, evaluation = self.training.samples_needed(batch), self.training.evaluation
         steps = samples / batch
         sample_seconds = self._single_gpu_seconds(gpus, batch, fit, machine, overrides)
@@ -281,13 +292,14 @@ class Planner:
         train, all_scores = steps * (fit.step.seconds + loader), evaluation.count(samples, batch) * score
         # With separate GPUs training waits only for the last evaluation, and for earlier ones if they are slower than training.
         pause = max(all_scores - train, 0.0) + score if evaluating else all_scores
-        axes = {"replicate": replicas, "expert": expert, **self.fixed_axes(overrides), self.training.split_axis or "": ways}
+        axes = {"replicate": replicas, "expert": self._experts(overrides), **self.fixed_axes(overrides)}
+        axes[self.training.split_axis or ""] = ways
         mesh = {name: axes[name] for name in ("expert", *AXES) if axes.get(name, 1) > 1}
         return Job(gpus, ways, batch, fit, loader, steps, (train + pause) / 60, pause / 60, mesh, overrides)
 
     def _single_gpu_seconds(self, gpus: int, batch: int, fit: Fit, machine: Machine, overrides: Overrides) -> float:
         """Return the seconds of a sample on one GPU, or if the model does not fit, those on all GPUs divided by their number."""
-        if not self.fixed_axes(overrides) and getattr(self.settings(*overrides).mesh, "expert", 1) == 1:
+        if not self.fixed_axes(overrides) and self._experts(overrides) == 1:
             with suppress(InfeasibleError):
                 alone = self.fit_memory(1, gpus, 1, machine, overrides).step  # which is recorded already, if samples are not split
                 return alone.seconds - alone.exposed_communication

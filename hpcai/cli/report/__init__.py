@@ -1,20 +1,17 @@
 """`hpcai report RUN`: render a run's directory as one self-contained page, RUN/report.html, with its plots in RUN/plots. `hpcai
-report RUN RUN ...`: compare runs on one page: different settings, results, and overlaid curves."""
+report RUN RUN ...`: compare runs on one page: different settings, results, and overlaid curves. `hpcai report FILE`: the page of an
+acceptance from ReFrame's report.json, the folder that holds it, or a JUnit file."""
 
 import sys
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpcai.cli import make_parser
 from hpcai.errors import DataError
 from hpcai.json_file import check_fields
 from hpcai.lazy import attach
 from hpcai.log import METRICS
-
-if TYPE_CHECKING:
-    from hpcai.cli.report.theme import Plot
 
 FILE = "comparison.html"
 __getattr__, __all__ = attach(__name__, {".run": ["read_run"]})
@@ -27,7 +24,7 @@ def draw_run(run: Path) -> Path:
 
     record = read_run(run)
     with check_fields(f"{run / METRICS} or settings.yaml", _EXPECTED, DataError):
-        images = {plot: pictures for plot in curves.plots(record) if (pictures := _render(record.left_out, plot))}
+        images = {plot: pictures for plot in curves.plots(record) if (pictures := document.render_plot(record.left_out, plot))}
         page = document.render_page(record, images)
     folder = run / "plots"
     folder.mkdir(exist_ok=True)
@@ -42,12 +39,13 @@ def draw_run(run: Path) -> Path:
 def compare_runs(runs: Sequence[Path], output: Path | None = None) -> Path:
     """Render several runs on one page, in their common parent folder or in the file ``output``, and return its path. Raises
     DataError if one is no run, or the page cannot be written."""
-    from hpcai.cli.report import comparison, read_run
+    from hpcai.cli.report import comparison, document, read_run
 
     overview = comparison.Comparison([read_run(run) for run in runs])
     with check_fields(f"{METRICS} or settings.yaml of {', '.join(map(str, runs))}", _EXPECTED, DataError):
         names = overview.metrics()
-        images = {plot: pictures for plot in comparison.plots(overview, names) if (pictures := _render(overview.left_out, plot))}
+        plots = comparison.plots(overview, names)
+        images = {plot: pictures for plot in plots if (pictures := document.render_plot(overview.left_out, plot))}
         page = comparison.render_page(overview, comparison.columns(overview, names), images)
     path = output or overview.folder / FILE
     try:
@@ -57,25 +55,20 @@ def compare_runs(runs: Sequence[Path], output: Path | None = None) -> Path:
     return path
 
 
-def _render(left_out: list[str], plot: "Plot") -> list[tuple[bytes, bytes]] | None:
-    """Return each figure of the plot in the light and in the dark theme, or None if it fails."""
-    from hpcai.cli.report.run import describe_error
-    from hpcai.cli.report.theme import DARK, LIGHT
-
-    try:
-        return list(zip(plot.png(LIGHT), plot.png(DARK)))
-    except Exception as error:  # a failed plot is left out, and the page is still written
-        left_out.append(f"{plot.title}: {describe_error(error)}")
-        return None
-
-
 def main(argv: Sequence[str]) -> int:
+    from hpcai.cli.accept.results import find_report, read_results
+
     parser = make_parser("report", __doc__, metrics=METRICS, page=FILE)
     args = parser.parse_args(argv)
     runs = _run_folders(args.runs)
-    if len(runs) == 1 and args.output is not None:
+    if len(runs) == 1 and (accepted := find_report(runs[0])):
+        from hpcai.cli.accept.page import draw_page
+
+        path = draw_page(read_results(accepted), args.output or accepted.with_suffix(".html"))
+    elif len(runs) == 1 and args.output is not None:
         parser.error(f"--output is for several runs; the page of {runs[0]} is {runs[0] / 'report.html'}")
-    path = draw_run(runs[0]) if len(runs) == 1 else compare_runs(runs, args.output)
+    else:
+        path = draw_run(runs[0]) if len(runs) == 1 else compare_runs(runs, args.output)
     print(path)
     if args.open:
         webbrowser.open(path.resolve().as_uri())

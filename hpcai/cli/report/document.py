@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from hpcai import startup
 from hpcai.cli.report.picture import Finding
-from hpcai.cli.report.run import RunRecord
+from hpcai.cli.report.run import RunRecord, describe_error
 from hpcai.cli.report.step_time import bars
-from hpcai.cli.report.theme import Plot
+from hpcai.cli.report.theme import DARK, LIGHT, Plot
 from hpcai.log import format_bytes, format_duration, format_energy, format_number, format_rate, format_rates, format_reason
 
 Images = Mapping[Plot, Sequence[tuple[bytes, bytes]]]    # light and dark PNG of each figure of a plot
@@ -159,6 +159,15 @@ def render_page(run: RunRecord, images: Images) -> str:
         details("Notes", table(("when", "step", "what"), notes) if notes else ""),
         details("Settings", run.settings_text and f"<pre>{escape(run.settings_text)}</pre>"),
     ])
+
+
+def render_plot(left_out: list[str], plot: Plot) -> list[tuple[bytes, bytes]] | None:
+    """Return each figure of the plot in the light and in the dark theme, or None if it fails."""
+    try:
+        return list(zip(plot.png(LIGHT), plot.png(DARK)))
+    except Exception as error:  # a failed plot is left out, and the page is still written
+        left_out.append(f"{plot.title}: {describe_error(error)}")
+        return None
 
 
 def figure_cards(images: Images) -> str:
