@@ -1,6 +1,11 @@
 # ALCF Polaris (PBS): one AMD EPYC 7543P (32 cores, 64 threads), 4 NVIDIA A100, Slingshot 11.
-# https://docs.alcf.anl.gov/polaris/running-jobs/, /polaris/data-science/frameworks/pytorch/, /polaris/applications-and-libraries/libraries/nccl/
-# and /polaris/containers/containers/, as of 2026-08-19. Not run there by us.
+# Not run there by us.
+#: page https://docs.alcf.anl.gov/polaris/ 2026-08-19
+#: page https://docs.alcf.anl.gov/polaris/running-jobs/ 2026-08-19
+#: page https://docs.alcf.anl.gov/polaris/data-science/frameworks/pytorch/ 2026-08-19
+#: page https://docs.alcf.anl.gov/polaris/applications-and-libraries/libraries/nccl/ 2026-08-19
+#: page https://docs.alcf.anl.gov/polaris/containers/containers/ 2026-08-19
+#: gpu a100-40
 #: account required
 #: queue required
 #: time required
