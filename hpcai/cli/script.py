@@ -11,23 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hpcai
+from hpcai.dist.gpus import SHEETS
 from hpcai.errors import ConfigError
 from hpcai.programs import SUITE
 
 _FACTS = {"account": "required", "time": "required", "queue": r"required|--[a-z-]+", "select": r"\S+", "local": r"/.*",
-          "cpus": r"\d+", "power": "--[a-z-]+", "container": "file|name|none"}  # fmt: skip
+          "cpus": r"\d+", "power": "--[a-z-]+", "container": "file|name|none", "gpu": "|".join(SHEETS),
+          "page": r"https://\S+ 20\d\d-\d\d-\d\d"}  # fmt: skip
 _SITE_MARK = "# hpcai job: the lines of the site stand here\n"
 
 
 @dataclass(frozen=True)
 class Site:
-    """The requirements of a machine: ``options`` of its scheduler, ``lines`` of the shell, and ``facts`` by name."""
+    """The requirements of a machine: ``options`` of its scheduler, ``lines`` of the shell, ``facts`` by name, and the
+    ``pages`` that they are from, each with the date on which it was read."""
 
     name: str
     pbs: bool
     options: Sequence[str]
     lines: str
     facts: Mapping[str, str]
+    pages: Sequence[tuple[str, str]] = ()
 
     @property
     def per_node(self) -> int:
@@ -70,7 +74,9 @@ def find_site(name: str) -> Site:
 def read_site(name: str, text: str, where: str) -> Site:
     """Return the site described by ``text``; ``where`` is the file's name. Raises ConfigError."""
     options: dict[str, list[str]] = {"#SBATCH ": [], "#PBS ": []}
-    facts, lines = {}, []
+    facts: dict[str, str] = {}
+    pages: list[tuple[str, str]] = []
+    lines: list[str] = []
     for line_number, line in enumerate(text.splitlines(), 1):
         prefix = next((prefix for prefix in options if line.startswith(prefix)), None)
         if prefix:
@@ -80,14 +86,20 @@ def read_site(name: str, text: str, where: str) -> Site:
             if key not in _FACTS or not re.fullmatch(_FACTS[key], value):
                 known = ", ".join(f"{fact} ({pattern})" for fact, pattern in _FACTS.items())
                 raise ConfigError(f"{where}:{line_number}: {line!r} is no fact of a site; expected one of {known}")
-            facts[key] = value
+            if key == "page":
+                page, _, date = value.partition(" ")
+                pages.append((page, date))
+            elif key in facts:
+                raise ConfigError(f"{where}:{line_number}: {key} is a fact of line {line!r} and of one before; leave one out")
+            else:
+                facts[key] = value
         else:
             lines.append(line)
     if all(options.values()) or not any(options.values()):
         present = "both" if all(options.values()) else "neither"
         raise ConfigError(f"{where}: expected lines for one scheduler, #SBATCH or #PBS, found {present}")
     pbs = bool(options["#PBS "])
-    return Site(name, pbs, options["#PBS " if pbs else "#SBATCH "], "\n".join(lines).strip() + "\n", facts)
+    return Site(name, pbs, options["#PBS " if pbs else "#SBATCH "], "\n".join(lines).strip() + "\n", facts, pages)
 
 
 def render(site: Site, options: Iterable[str], lines: Sequence[str], command: str) -> str:

@@ -1,6 +1,11 @@
 # CSCS Alps, Clariden and Daint: 4 NVIDIA GH200 (72 cores and one GPU each), 4 Slingshot ports.
-# https://docs.cscs.ch/running/slurm, /clusters/clariden, /software/communication/nccl and /software/ml/pytorch, as of 2026-08-20. Not run
-# there by us. --container takes an environment definition file (EDF); its hook com.hooks.aws_ofi_nccl brings the plugin of NCCL.
+# Not run there by us. --container takes an environment definition file (EDF) with the hook com.hooks.aws_ofi_nccl (docs/containers.md).
+#: page https://docs.cscs.ch/running/slurm 2026-08-20
+#: page https://docs.cscs.ch/clusters/clariden 2026-08-20
+#: page https://docs.cscs.ch/software/communication/nccl 2026-08-20
+#: page https://docs.cscs.ch/software/container-engine/resource-hook 2026-08-20
+#: page https://docs.cscs.ch/software/ml/pytorch 2026-08-20
+#: gpu gh200
 #: account required
 #: local /tmp /dev/shm
 #SBATCH --ntasks-per-node=4

@@ -1,6 +1,8 @@
 # OLCF Frontier: one AMD EPYC of 64 cores, of which jobs have 56, and 4 AMD MI250X, which are 8 GPUs.
-# https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html, /systems/frontier_user_guide.html and
-# /software/containers_on_frontier.html, as of 2026-07-22. Not run there by us.
+# Not run there by us.
+#: page https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html 2026-07-22
+#: page https://docs.olcf.ornl.gov/systems/frontier_user_guide.html 2026-07-22
+#: page https://docs.olcf.ornl.gov/software/containers_on_frontier.html 2026-07-22
 #: account required
 #: local /tmp /dev/shm /mnt/bb
 #SBATCH --ntasks-per-node=8

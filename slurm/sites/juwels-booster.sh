@@ -1,7 +1,9 @@
 # JSC JUWELS Booster: 48 cores of AMD EPYC, 4 NVIDIA A100, InfiniBand.
-# https://apps.fz-juelich.de/jsc/hps/juwels/batchsystem.html, /jsc/hps/jureca/affinity.html for the hint; cores, partition, GPUs and network
-# as batch scripts that users have published have them (read in November 2026). Not run there by us. The node daemon is ParaStation's, not
-# slurmd. Before: jutil env activate -p PROJECT, which sets $PROJECT and $SCRATCH.
+# Not run there by us. Cores, partition, GPUs and network are those of batch scripts that users have published; the hint is JURECA's. The
+# node daemon is ParaStation's, not slurmd. Before: jutil env activate -p PROJECT, which sets $PROJECT and $SCRATCH.
+#: page https://apps.fz-juelich.de/jsc/hps/juwels/batchsystem.html 2026-11-29
+#: page https://apps.fz-juelich.de/jsc/hps/jureca/affinity.html 2026-11-29
+#: gpu a100-40
 #: account required
 #: local /tmp /dev/shm
 #: container none

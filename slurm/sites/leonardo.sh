@@ -1,6 +1,6 @@
 # CINECA Leonardo, Booster: one Intel Xeon of 32 cores, 4 NVIDIA A100 of 64 GB, HDR InfiniBand.
-# https://docs.hpc.cineca.it/hpc/leonardo.html; partition and GPUs as batch scripts that users have published have them (read in November
-# 2026). Not run there by us.
+# Not run there by us. Partition and GPUs are those of batch scripts that users have published. hpcai plan has no data sheet of this A100.
+#: page https://docs.hpc.cineca.it/hpc/leonardo.html 2026-11-29
 #: account required
 #: local /tmp /dev/shm
 #: container none

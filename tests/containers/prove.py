@@ -91,7 +91,7 @@ def check_image(root: Path, scratch: Path) -> None:
         return run_isolated(RUN, command, False, LOOPBACK=loopback, PASSED=passed)
 
     print("as nobody, read-only, without a network", flush=True)
-    run("", script="test")
+    run("", script="test", loopback="1")
     run("data_prep.cosmoflow simulate data --universes 8 --size 16 --workers 1")
     args = "apps.cosmoflow /opt/hpcai/src/apps/cosmoflow/configs/small.yaml data.directory=data data.batch=2 train.epochs=null"
     args += " model.size=16 model.filters=2 model.blocks=2"

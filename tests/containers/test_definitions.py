@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_a_definition_is_complete(name: str) -> None:
         assert (ROOT / source).exists() and target == "/opt/hpcai/src/", line
     assert final.source == "build" and {"environment", "runscript", "test", "help"} <= set(final.sections)
     assert all(re.fullmatch(r"debian:bookworm-\d{8}-slim", stage.header["from"]) for stage in (build, final)), "a dated image"
-    assert "libibverbs1 ibverbs-providers librdmacm1" in final.sections["post"], "NCCL uses TCP without them"
+    assert "libibverbs1 ibverbs-providers librdmacm1" in final.sections["post"], "UCX and NCCL use TCP without them"
     assert "pip install" not in "".join(build.sections.values()), "packages come by their hashes, from a lock"
     assert f"make -C /opt/hpcai/src container VENV=/opt/hpcai/venv BACKEND={BACKENDS[name]}\n" in build.sections["post"]
 
@@ -50,6 +51,36 @@ def test_a_cache_folder_that_another_user_made_first_is_not_used(tmp_path: Path)
     name.rmdir()
     name.symlink_to(other)
     assert cache() not in (name, other)
+
+
+def test_the_folder_of_the_nccl_plugin_is_searched_first_and_an_empty_one_is_reported(tmp_path: Path) -> None:
+    text = read_stages(ROOT / "containers/cuda.def")[-1].sections["environment"].partition("HF_HUB_OFFLINE=1\n")[2]
+    env = {"PATH": os.environ["PATH"], "HPCAI_NCCL_PLUGIN": str(tmp_path), "LD_LIBRARY_PATH": "/a"}
+    for file, has_plugin in ((None, False), ("libnccl-net.so", True), ("librccl-net-ofi.so", True)):
+        if file:
+            (tmp_path / file).touch()
+        process = subprocess.run(["sh", "-c", text + "\necho $LD_LIBRARY_PATH"], env=env, capture_output=True, text=True)
+        assert process.stdout == f"{tmp_path}:/a\n"
+        assert not process.stderr if has_plugin else f"={tmp_path}: found no lib*ccl-net*.so there" in process.stderr
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_the_all_reduce_of_an_image_is_checked(factor: int, tmp_path: Path) -> None:
+    """Two processes by gloo, with a stub of NCCL's log and, for 2, of wrong sums."""
+    assert "all_reduce.py" in (test := read_stages(ROOT / "containers/cuda.def")[-1].sections["test"]) and "set -e" in test
+    (tmp_path / "program.py").write_text(
+        f"import os, sys\nsys.path.insert(0, {str(ROOT / 'containers')!r})\nimport all_reduce, torch.distributed as dist\n"
+        f"reduce = dist.all_reduce\ndef scaled(x):\n    reduce(x)\n    x *= {factor}\n"
+        "    open(os.environ['NCCL_DEBUG_FILE'], 'w').write('n1:7:7 [0] NCCL INFO Using network AWS Libfabric\\n' * 2)\n"
+        "dist.all_reduce = scaled\nall_reduce.main()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "program.py")]
+    process = subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True)
+    if factor == 1:
+        assert process.stdout == "Using network AWS Libfabric\ngloo: the all-reduce over 2 ranks is correct\n", process.stderr
+        assert not process.returncode and not list(tmp_path.glob("nccl-*"))
+    else:
+        assert process.returncode and "1048576 of 1048576 sums of ones over 2 ranks by gloo are not 2" in process.stderr
 
 
 GOOD = "Bootstrap: docker\nFrom: a\nStage: one\n%post\n true\n"

@@ -23,7 +23,7 @@ LAUNCHERS = re.compile(
 )
 OTHERS = (
     "git", "cd", "source", ".", "sbatch", "qsub", "make", "pip", "apptainer", "export", "module", "squeue", "scancel", "scontrol",
-    "unshare", "bash", "tar", "tail", "pre-commit",
+    "unshare", "bash", "tar", "tail", "pre-commit", "eb", "spack",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hpcai import cli, log
 from hpcai.cli import job, script
 from hpcai.cli.job import main, parse_time
 from hpcai.errors import ConfigError
+from hpcai.plan.machines import MACHINES
 from tests import shellcheck
 from tests.apps.universes import write_universes
 from tests.reference_data import ROOT, load_json
@@ -52,12 +54,16 @@ def test_every_site_is_short_names_its_page_and_holds_no_setting() -> None:
     for name in SITES:
         text = (ROOT / f"slurm/sites/{name}.sh").read_text()
         assert len(text.splitlines()) <= 30
-        assert name in ("generic", "pbs") or (re.search(r"https://\S+", text) and re.search(r"202\d", text)), name
-        assert name in ("generic", "pbs") or "Not run there by us" in " ".join(text.replace("#", "").split()), name
         assert not re.search(r"\b(step|train|data|model|mesh)\.\w+=", text)
         site = script.find_site(name)
+        assert bool(site.pages) == ("Not run there by us" in text) == (name not in ("generic", "pbs")), name
+        assert "https://" not in site.lines and all(date(2024, 1, 1) <= date.fromisoformat(day) for _, day in site.pages), name
+        assert len(dict(site.pages)) == len(site.pages), f"{name} names a page twice"
         assert all(site.pbs or re.fullmatch(r"--[a-z-]+=\S+", option) for option in site.options)
     assert [script.find_site(name).per_node for name in SITES] == [4, 8, 1, 4, 4, 4, 1, 4, 4]
+    gpus = {name: MACHINES[gpu] for name in SITES if (gpu := script.find_site(name).facts.get("gpu"))}
+    assert sorted(gpus) == ["alps", "jupiter", "juwels-booster", "perlmutter", "polaris"]
+    assert all(gpu.gpus_per_node == script.find_site(name).per_node for name, gpu in gpus.items())
 
 
 @pytest.mark.parametrize("name", SITES)
