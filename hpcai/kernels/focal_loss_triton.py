@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE, WARPS = 2048, 8  # elements of a tile: 8 a thread, 16 bytes in bf16; half, where rows are not aligned: each takes a load of its own
+TILE, WARPS = 2048, 8  # elements of a tile: 8 a thread, 16 bytes in bf16; half where rows are not aligned: each takes a load
 COLUMNS = 64  # of a tile: the classes of public data sets, 80 to 365, fill three quarters of their tiles or more
 
 _jit = triton.jit(do_not_specialize=["anchors"])  # the level of a pyramid; sizes of images differ

@@ -160,4 +160,6 @@ def _junit_cases(suite: ElementTree.Element) -> Iterator[Case]:
 
 def _reason(text: str | None) -> str:
     """Return the text of an error without ReFrame's words before it: found, expected, and what to do."""
+    if "maximum pending time exceeded" in (text or ""):
+        return "the job waited in the queue for longer than --pending, the partition is full or down; give it more time"
     return re.sub(r" \(l=(\S+), u=(\S+)\)", r" (\1 to \2)", _REASON.sub("", text or ""))

@@ -45,7 +45,8 @@ def describe_system(args: Namespace, output: Path) -> dict[str, Any]:
     access = [] if site is None else _access(site, args)
     placed = {name: int(value) for name, value in _PLACED.findall("\n".join(site.options if site else []))}
     per_node = args.per_node or (_local_ranks() if site is None else site.per_node)
-    gpus = any("gpu" in option or "gres" in option for option in access) or (site is not None and "gpu" in site.facts)
+    shell = _shell_lines(site, args)
+    gpus = (site is not None and "gpu" in site.facts) or any("--gpu" in line or "--gres=gpu" in line for line in (*access, *shell))
     scales = [name for name, nodes in SCALES.items() if nodes <= args.nodes and (per_node * nodes) % 1 == 0]
     features = ["gpu" if gpus else "cpu", *(f"scale_{name}" for name in scales)]
     extras = {
@@ -55,7 +56,7 @@ def describe_system(args: Namespace, output: Path) -> dict[str, Any]:
     partition = {
         "name": "default", "environs": ["default"], "access": access, "features": features, "extras": extras,
         "scheduler": _scheduler(site, args.list), "max_jobs": 1 if site is None else args.jobs,
-        "launcher": "srun" if site and not site.pbs else "mpiexec", "prepare_cmds": _shell_lines(site, args),
+        "launcher": "srun" if site and not site.pbs else "mpiexec", "prepare_cmds": shell,
         "sched_options": {"use_nodes_option": True},
     }  # fmt: skip
     form = "%(asctime)s %(levelname)s %(message)s"
@@ -74,7 +75,7 @@ def _scheduler(site: Site | None, listing: bool) -> str:
         return LOCAL
     program = "qsub" if site.pbs else "sbatch"
     if shutil.which(program) is None:
-        raise ConfigError(f"{program} is not installed here; run this on a login node of {site.name}, or test one node: --site local")
+        raise ConfigError(f"{program} is not installed here; call this on a login node of {site.name}, or --site local")
     if site.pbs:
         return "pbs"
     accounting = shutil.which("sacct") and subprocess.run(["sacct", "--noheader"], capture_output=True).returncode == 0

@@ -46,7 +46,7 @@ def test_what_a_site_requires_is_told_before_a_job() -> None:
         system.describe_system(options("polaris", account=None, queue=None), Path())
     with pytest.raises(ConfigError, match="no flags for it; add them to a copy"):
         system.describe_system(options("jupiter", container="image.sif"), Path())
-    with pytest.raises(ConfigError, match="(qsub|sbatch) is not installed here; run this on a login node of polaris"):
+    with pytest.raises(ConfigError, match="(qsub|sbatch) is not installed here; call this on a login node of polaris"):
         system.describe_system(options("polaris", list=False), Path())
 
 
