@@ -96,7 +96,7 @@ def _call_reframe(args: argparse.Namespace, session: Path) -> int:
     folder = template_folder() / "reframe"
     command = [sys.executable, "-c", _PROGRAM, "-C", str(folder / "settings.py"), "-c", str(folder / "acceptance.py")]
     command += ["--nocolor", "-t", "quick$" if args.quick else "full$"]
-    command += [word for name in args.only for word in ("-n", name)]
+    command += [word for name in args.only for word in ("-n", name.replace(" ", ""))]  # as ReFrame's names for filters
     environ = {**os.environ, "HPCAI_ACCEPTANCE": str(session)}
     return subprocess.run([*command, "--list" if args.list else "--run"], env=environ).returncode
 

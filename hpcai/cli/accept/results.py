@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcai.cli import apps
+from hpcai.cli.accept.runs import NEVER_STARTED
 from hpcai.errors import DataError
 from hpcai.json_file import check_fields, parse_object, read_regular
 
@@ -161,5 +162,5 @@ def _junit_cases(suite: ElementTree.Element) -> Iterator[Case]:
 def _reason(text: str | None) -> str:
     """Return the text of an error without ReFrame's words before it: found, expected, and what to do."""
     if "maximum pending time exceeded" in (text or ""):
-        return "the job waited in the queue for longer than --pending, the partition is full or down; give it more time"
+        return NEVER_STARTED
     return re.sub(r" \(l=(\S+), u=(\S+)\)", r" (\1 to \2)", _REASON.sub("", text or ""))

@@ -21,6 +21,10 @@ MODES: tuple[Mode, ...] = ("small", "target", "weak", "strong")
 _STRONG = 4  # samples of a rank on one node in strong scaling, times those in weak scaling
 _DATA = "data"  # folder of a run's data
 _BETWEEN = ("evaluate", "save")  # parts between steps
+NEVER_STARTED = (
+    "the job waited in the queue for longer than --pending, or was cancelled; the partition is full or down: give more time, or "
+    "another --queue"
+)
 _FAILURE = re.compile(r"error|cannot|not found|no such|refused|denied|expected|unable", re.IGNORECASE)
 
 
@@ -112,6 +116,8 @@ def read_figures(run: Path, mode: Mode) -> dict[str, float | None]:
 
 def describe_failure(code: str | None, errors: Path, output: Path) -> str:
     """Return the reason why a job has ended with ``code``, or before its run (None): the last lines that look like one."""
+    if code is None and not output.is_file():
+        return NEVER_STARTED
     lines = [line.strip() for path in (errors, output) if path.is_file() for line in path.read_text(errors="replace").splitlines()]
     said = [line for line in lines if _FAILURE.search(line)][-3:] or [line for line in lines if line][-1:]
     how = f"ended with exit code {code}" if code is not None else "ended before its run, in its data or the lines of the site file"

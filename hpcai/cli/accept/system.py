@@ -63,8 +63,9 @@ def describe_system(args: Namespace, output: Path) -> dict[str, Any]:
     handlers = [{"type": "stream", "name": "stdout", "level": "info", "format": "%(message)s"},
                 {"type": "file", "name": str(output / "reframe.log"), "level": "debug2", "format": form}]  # fmt: skip
     reports = {"trap_job_errors": False, "report_file": str(output / "report.json"), "report_junit": str(output / "report.xml")}
+    name = "slurm" if args.site == "generic" else site.name if site else LOCAL  # ReFrame has a system "generic" of its own
     return {
-        "systems": [{"name": site.name if site else LOCAL, "hostnames": [".*"], "prefix": str(output), "partitions": [partition]}],
+        "systems": [{"name": name, "hostnames": [".*"], "prefix": str(output), "partitions": [partition]}],
         "environments": [{"name": "default"}], "logging": [{"handlers": handlers}], "general": [reports],
     }  # fmt: skip
 

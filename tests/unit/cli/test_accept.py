@@ -31,7 +31,8 @@ def test_a_site_is_a_configuration_of_reframe(site: str, tmp_path: Path) -> None
     [entry] = config["systems"]
     [partition] = entry["partitions"]
     per_node, lines = partition["extras"]["per_node"], "\n".join(partition["prepare_cmds"])
-    assert entry["name"] == site and {"scale_1_node", "scale_2_nodes", "scale_4_nodes"} < set(partition["features"])
+    assert entry["name"] == {"generic": "slurm"}.get(site, site)
+    assert {"scale_1_node", "scale_2_nodes", "scale_4_nodes"} < set(partition["features"])
     assert ("scale_1_4_node" in partition["features"]) == (per_node % 4 == 0) and "scale_8_nodes" not in partition["features"]
     assert not any(re.match("--(ntasks-per-node|cpus-per-task)", option) for option in partition["access"]), "ReFrame writes them"
     assert ("gpu" in partition["features"]) == (site not in ("generic", "pbs", "local")) and "srun=() mpiexec=()" in lines
