@@ -1,16 +1,24 @@
-"""Definitions of images are valid, equal except for torch, and name existing files. ``make containers`` builds and runs one."""
+"""Definitions of images are valid, equal except for torch, and name existing files (``make containers`` builds and runs one); the
+recipe of EasyBuild has the versions of the project, and EasyBuild accepts it, where it is installed."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+from hpcai import __version__
 from tests.containers.definition import DefinitionError, read_stages
 
 ROOT = Path(__file__).resolve().parents[2]
+(RECIPE,) = (ROOT / "containers/easybuild").glob("*.eb")
+EB = shutil.which("eb")
 BACKENDS = {"cpu": "cpu", "cuda": "cu130", "rocm": "rocm7.2"}
 
 
@@ -56,9 +64,8 @@ def test_a_cache_folder_that_another_user_made_first_is_not_used(tmp_path: Path)
 def test_the_folder_of_the_nccl_plugin_is_searched_first_and_an_empty_one_is_reported(tmp_path: Path) -> None:
     text = read_stages(ROOT / "containers/cuda.def")[-1].sections["environment"].partition("HF_HUB_OFFLINE=1\n")[2]
     env = {"PATH": os.environ["PATH"], "HPCAI_NCCL_PLUGIN": str(tmp_path), "LD_LIBRARY_PATH": "/a"}
-    for file, has_plugin in ((None, False), ("libnccl-net.so", True), ("librccl-net-ofi.so", True)):
-        if file:
-            (tmp_path / file).touch()
+    for file, has_plugin in (("libnccl.so", False), ("libnccl-net.so", True), ("librccl-net-ofi.so", True)):
+        (tmp_path / file).touch()
         process = subprocess.run(["sh", "-c", text + "\necho $LD_LIBRARY_PATH"], env=env, capture_output=True, text=True)
         assert process.stdout == f"{tmp_path}:/a\n"
         assert not process.stderr if has_plugin else f"={tmp_path}: found no lib*ccl-net*.so there" in process.stderr
@@ -76,11 +83,34 @@ def test_the_all_reduce_of_an_image_is_checked(factor: int, tmp_path: Path) -> N
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "program.py")]
     process = subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True)
-    if factor == 1:
-        assert process.stdout == "Using network AWS Libfabric\ngloo: the all-reduce over 2 ranks is correct\n", process.stderr
-        assert not process.returncode and not list(tmp_path.glob("nccl-*"))
-    else:
-        assert process.returncode and "1048576 of 1048576 sums of ones over 2 ranks by gloo are not 2" in process.stderr
+    good = "Using network AWS Libfabric\ngloo: the all-reduce over 2 ranks is correct\n"
+    assert (process.returncode, process.stdout) == ((0, good) if factor == 1 else (1, "")), process.stderr
+    assert factor == 1 or "1048576 of 1048576 sums of ones over 2 ranks by gloo are not 2" in process.stderr
+
+
+def test_the_recipe_has_the_version_and_satisfies_pyproject() -> None:
+    recipe: dict[str, Any] = {"SYSTEM": {}, "ARCH": "x86_64"}
+    exec(compile(RECIPE.read_text(), RECIPE.name, "exec"), recipe)
+    provided = {name.lower(): version for name, version, *_ in (*recipe["dependencies"], *recipe["exts_list"])}
+    name = f"hpcai-suite-{__version__}-{'-'.join(recipe['toolchain'].values())}-CUDA-{provided['cuda']}.eb"
+    assert provided["hpcai-suite"] == recipe["version"] == __version__ and RECIPE.name == name in RECIPE.read_text()
+    assert name in (ROOT / "docs/install.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bundles = {"numpy": "scipy-bundle", "rich": "python-bundle-pypi"}  # whose versions say nothing of these packages'
+    for requirement in map(Requirement, [*project["dependencies"], f"python{project['requires-python']}"]):
+        package = requirement.name.lower()
+        assert bundles[package] in provided if package in bundles else provided[package] in requirement.specifier, requirement
+    assert f"\nTORCH  ?= {provided['torch']}\n" in (ROOT / "Makefile").read_text(), "the version that the tests use"
+
+
+@pytest.mark.skipif(not EB, reason="EasyBuild is not installed: pip install easybuild pycodestyle, and a module command (Lmod)")
+def test_easybuild_resolves_the_recipe_and_accepts_its_style(tmp_path: Path) -> None:
+    env = os.environ | {"PATH": f"{Path(EB or '').parent}:{os.environ['PATH']}"}  # the Python that has EasyBuild
+    env["EASYBUILD_ALLOW_USE_AS_ROOT_AND_ACCEPT_CONSEQUENCES"] = "1"
+    for option, message in {"--dry-run": "(module: hpcai-suite/", "--check-contrib": "contribution checks PASSed!"}.items():
+        command = ["eb", "--robot", f"--prefix={tmp_path}", option, str(RECIPE)]
+        process = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path)
+        assert process.returncode == 0 and message in process.stdout, process.stdout + process.stderr
 
 
 GOOD = "Bootstrap: docker\nFrom: a\nStage: one\n%post\n true\n"
