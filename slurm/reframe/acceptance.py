@@ -139,12 +139,11 @@ class Workload(Job):
             self.set_ranks(min(self.num_tasks, 8))
         commands = runs.plan_run(self.app, self.mode, self.num_tasks, self.per_node, gpus)
         self.skip_if(commands is None, f"{self.app} has no {self.mode} run on {self.num_tasks} ranks")
-        command = self.command if commands.shared else self.command_alone
-        self.prerun_cmds = [command("hpcai.cli", *words) for words in commands.prepare]
+        self.prerun_cmds = [self.command_alone("hpcai.cli", *words) for words in commands.prepare]
         self.executable_opts = [*map(shlex.quote, commands.run)]
 
     def after(self):
-        return ["rm -rf data before-* run/checkpoints"]
+        return ["rm -rf data run/checkpoints"]
 
     def problem(self):
         mistake = runs.find_mistake(self.app, self.stage / "run") if self.mode == "small" else ""

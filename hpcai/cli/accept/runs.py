@@ -29,11 +29,10 @@ _FAILURE = re.compile(r"error|cannot|not found|no such|refused|denied|expected|u
 
 
 class Commands(NamedTuple):
-    """The arguments of ``hpcai`` that prepare a run, on one process or, ``shared``, on all ranks; and those of the run."""
+    """The arguments of ``hpcai`` that prepare a run, on one process, and those of the run on all ranks."""
 
     prepare: Sequence[Sequence[str]]
     run: Sequence[str]
-    shared: bool
 
 
 @cache
@@ -63,21 +62,20 @@ def plan_run(app: str, mode: Mode, ranks: int, per_node: int, gpus: bool) -> Com
         if batch % ranks:
             return None
         overrides += [] if gpus else ["data.batch={batch}"]
-    names = {"data": _DATA, "batch": batch, "samples": max(2 * batch, 64)}
+    names = {"data": _DATA, "batch": batch, "samples": max(2 * batch, 64), "ranks": ranks}
 
     def fill(text: str) -> str:
-        return re.sub(r"\{(data|batch|samples)\}", lambda match: str(names[match[1]]), text)
+        return re.sub(r"\{(data|batch|samples|ranks)\}", lambda match: str(names[match[1]]), " ".join(text.split()))
 
-    first = [["run", *fill(words).split(), f"report.directory=before-{n}"] for n, words in enumerate(table.get("before", ()))]
     prepare = [["prepare", *fill(words).split()] for words in table["prepare"]]
-    run = ["run", app, table["config"], *map(fill, overrides), "report.directory=run"]
-    return Commands([*prepare, *first], run, scaling and gpus)
+    prepare += [["run", *fill(words).split()] for words in table.get("before", ())]
+    return Commands(prepare, ["run", app, table["config"], *map(fill, overrides), "report.directory=run"])
 
 
 def _small_batch(app: str) -> int:
     table = read_declaration(app)["small"]
     file = apps.app_folder(app) / "configs" / table["config"]
-    overrides = [word.replace("{data}", _DATA) for word in table["overrides"]]
+    overrides = [word.strip().replace("{data}", _DATA).replace("{ranks}", "1") for word in table["overrides"]]
     return int(config.load(apps.require_module(app, "settings").Config, file, overrides).data.batch)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hpcai import cli
-from hpcai.cli import accept
+from hpcai import cli, config
+from hpcai.cli import accept, apps
 from hpcai.cli.accept import parts, runs, system
 from hpcai.cli.script import list_sites
 from hpcai.errors import ConfigError, DataError, MissingExtraError
@@ -86,7 +86,7 @@ def test_damaged_references_are_named(text: str, tmp_path: Path) -> None:
 
 def test_runs_of_an_app_have_the_batch_of_their_scale() -> None:
     small, gpus = runs.plan_run("cosmoflow", "small", 4, 4, True), runs.plan_run("cosmoflow", "weak", 16, 4, True)
-    assert small is not None and gpus is not None and not small.shared and gpus.shared
+    assert small is not None and gpus is not None
     assert small.run[:3] == ["run", "cosmoflow", "small.yaml"] and small.run[-1] == "report.directory=run"
     of_rank = runs.read_declaration("cosmoflow")["scaling"]["batch"]
     assert f"data.batch={16 * of_rank}" in gpus.run and "data.directory=data" in gpus.run
@@ -95,6 +95,16 @@ def test_runs_of_an_app_have_the_batch_of_their_scale() -> None:
     assert runs.plan_run("cosmoflow", "strong", 64 * of_rank, 4, True) is None, "more ranks than samples"
     on_cpus = runs.plan_run("cosmoflow", "weak", 2, 2, False)
     assert on_cpus is not None and on_cpus.run[2] == "small.yaml" and "data.batch=4" in on_cpus.run
+
+
+@pytest.mark.parametrize("app", runs.declared_apps())
+def test_scaling_on_cpus_has_settings_that_the_app_takes(app: str) -> None:
+    for mode, ranks in (("weak", 1), ("weak", 2), ("strong", 1), ("strong", 2)):
+        planned = runs.plan_run(app, mode, ranks, 2, False)  # type: ignore[arg-type]
+        assert planned is not None
+        settings = apps.require_module(app, "settings").Config
+        loaded = config.load(settings, apps.app_folder(app) / "configs" / planned.run[2], planned.run[3:])
+        assert loaded.data.batch % ranks == 0 and loaded.report.directory == Path("run")
 
 
 def write_events(run: Path, *events: dict[str, Any]) -> Path:
@@ -175,6 +185,8 @@ def test_tensors_that_differ_after_a_resume_are_named(tmp_path: Path) -> None:
 def test_a_job_that_failed_says_why(tmp_path: Path) -> None:
     errors, output = tmp_path / "job.err", tmp_path / "job.out"
     errors.write_text("Lmod has detected the following error: The following module(s) are unknown: \"rocm/7\"\n\nlast line\n")
+    assert runs.describe_failure(None, errors, output) == runs.NEVER_STARTED
+    output.write_text("")
     text = runs.describe_failure(None, errors, output)
     assert text.startswith("the job ended before its run, in its data or the lines of the site file: Lmod has") and "rocm/7" in text
     output.write_text("started\nhpcai run: triton: Failed to find C compiler. Please specify via CC\n")
