@@ -230,7 +230,7 @@ class HPCAI_resume(Part):  # noqa: N801
         words = self.set_run(self.app, "train.steps=32", "checkpoint.every_steps=8")
         again = [word.replace("report.directory=run", "report.directory=again") for word in words]
         self.postrun_cmds[1:-2] = [
-            '[ $code = 0 ] || {{ echo $code >exit_code; exit $code; }}',
+            '[ $code = 0 ] || { echo $code >exit_code; exit $code; }',
             self.command("hpcai.cli.accept.killed_rank", *again) + " 2>killed.err", "echo $? $(date +%s.%N) >killed_code",
             self.command("hpcai.cli", "run", *again), "code=$?", "rm -rf data",
         ]  # fmt: skip

@@ -24,9 +24,10 @@ def accept(slurm: OneMachineSlurm, output: Path, *args: str) -> tuple[int, str, 
 
 
 def test_jobs_on_one_and_two_nodes(slurm: OneMachineSlurm, tmp_path: Path) -> None:
-    code, _, cases = accept(slurm, tmp_path / "out", "--nodes", "2", "--only", "ranks", "HPCAI_dlrm %mode=small")
+    code, _, cases = accept(slurm, tmp_path / "out", "--nodes", "2", "--only", "ranks", "resume", "HPCAI_dlrm %mode=small")
     assert code == 0 and {name: case["result"] for name, case in cases.items()} == {
-        "HPCAI_ranks %scale=1_node": "pass", "HPCAI_ranks %scale=2_nodes": "pass", "HPCAI_dlrm %mode=small %scale=1_node": "pass",
+        "HPCAI_ranks %scale=1_node": "pass", "HPCAI_ranks %scale=2_nodes": "pass", "HPCAI_resume %scale=1_node": "pass",
+        "HPCAI_resume %scale=2_nodes": "pass", "HPCAI_dlrm %mode=small %scale=1_node": "pass",
     }  # fmt: skip
     two = cases["HPCAI_ranks %scale=2_nodes"]
     assert sorted(two["job_nodelist"]) == ["n1", "n2"] and two["num_tasks"] == 2  # type: ignore[call-overload]
