@@ -29,7 +29,9 @@ from hpcai.log import format_duration
 LOWER_IS_BETTER = ("time_to_target", "energy", "loader_share", "step_time", "link_latency", "job_end")
 SHOWN = 8  # of the slowest figures
 _RESULTS = {"pass": "passed", "fail": "failed", "skip": "skipped"}
+_EXPECTED = re.compile(r"[,;] expected ([^;]*)")
 _MISSING = "–"
+_MODES = "small target weak strong"
 _OBJECT = partial(read_object, expected="a JSON object, as the test writes it", error=DataError)
 
 
@@ -40,7 +42,7 @@ class Acceptance:
         self.results, self.left_out = results, list[str]()
         if results.path.suffix == ".xml":
             self.left_out.append("figures and files: a JUnit file has none, and counts skipped tests as passed; take the JSON file")
-        self.workloads = sorted((case for case in results.cases if case.app), key=lambda case: case.app)
+        self.workloads = sorted((case for case in results.cases if case.app), key=lambda case: (case.app, _MODES.find(case.mode)))
         self.parts = [case for case in results.cases if not case.app]
         self.runs = {case: run for case in self.workloads if (run := self.read(case, "run", read_run))}
         doctors = (self.read(case, "doctor.json") for case in self.parts if case.test == "HPCAI_ranks")
@@ -68,9 +70,9 @@ class Acceptance:
         """Compute the curves of `hpcai plan`, and keep them in the file ``path``."""
         if self.machine is None:
             return
-        from hpcai.cli.accept.scaling import Curves  # imports torch
+        from hpcai.cli.accept.scaling import compute_curves  # imports torch
 
-        curves = Curves(path, self.machine, report)
+        wanted = {}
         for app, mode in dict.fromkeys((case.app, case.mode) for case in self.runs if case.mode in ("weak", "strong")):
             cases = [case for case in self.runs if (case.app, case.mode) == (app, mode)]
             counts, batch = [case.ranks for case in cases], self.runs[cases[0]].start.get("global_batch")
@@ -78,8 +80,9 @@ class Acceptance:
             if batch and app in apps.with_part("plan"):
                 yaml, overrides = self.declared[app].get("config", ""), self.declared[app].get("overrides", ())
                 settings = yaml, tuple(word for word in overrides if "{" not in word)
-                self.curves[app, mode] = curves.curve(app, mode, gpus, batch // (cases[0].ranks if mode == "weak" else 1), settings)
-        self.left_out += [f"hpcai plan {app}: {problem}" for app, problem in curves.problems.items()]
+                wanted[app, mode] = gpus, batch // (cases[0].ranks if mode == "weak" else 1), settings
+        self.curves, problems = compute_curves(path, self.machine, wanted, report)
+        self.left_out += [f"hpcai plan {app}, {mode} scaling: {problem}" for (app, mode), problem in problems.items()]
 
     def planned(self, case: Case) -> float | None:
         """Return the samples per second that `hpcai plan` predicts for the GPUs of the job."""
@@ -152,8 +155,10 @@ def _failures(results: Results) -> str:
     """Return a card with place, values and remedy of each failed test."""
     blocks = []
     for case in results.failed:
-        reason, _, remedy = case.reason.partition("; ")
-        measured, _, expected = reason.partition(", expected ")
+        reason, end, remedy = case.reason.rpartition("; ")
+        if not end or remedy.startswith("expected "):
+            reason, remedy = case.reason, ""
+        measured, expected = _EXPECTED.sub("", reason), "; ".join(_EXPECTED.findall(reason))
         if bad := [(name, figure) for name, figure in case.figures.items() if not figure.ok and measured.startswith(f"{name}=")]:
             measured = ", ".join(f"{_words(name)} {_format(figure.value, figure.unit)}" for name, figure in bad)
             expected = ", ".join(f"{_format(figure.reference, figure.unit)}, {_tolerance(figure)}" for _, figure in bad)

@@ -1,29 +1,38 @@
 """Samples per second by number of GPUs, as `hpcai plan` predicts them."""
 
 import json
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hpcai import __version__
 from hpcai.cli.plan.planner import Planner
 from hpcai.cli.report.run import describe_error
 from hpcai.errors import ConfigError, HpcaiError
+from hpcai.host_limits import count_cpus
 from hpcai.json_file import read_object
 from hpcai.plan import machines
 
 Settings = tuple[str, tuple[str, ...]]
 """a file in an app's folder ``configs`` ("": that of its plan), and overrides of it"""
 DEFAULT: Settings = ("", ())
-EACH = 25.0  # seconds; that of openfold takes minutes, all others less
+Curve = list[tuple[int, float]]
+Workload = tuple[str, str]
+"""app and mode"""
+Wanted = tuple[Sequence[int], int, Settings]
+"""numbers of GPUs, batch of a rank or of the job, and settings"""
 
 
 def curve(
     app: str, mode: str, gpus: Sequence[int], machine: str, batch: int, settings: Settings = DEFAULT
-) -> list[tuple[int, float]]:
+) -> Curve:
     """Return numbers of GPUs with the samples per second that `hpcai plan` predicts for them. ``batch`` is that of a rank in the
     mode ``weak``, of the job in ``strong``. Numbers that do not divide the batch, or whose memory is too small, are left out."""
     rates = ((count, _rate(app, machine, count, batch * count if mode == "weak" else batch, settings)) for count in gpus)
@@ -48,36 +57,37 @@ def _rate(app: str, machine: str, gpus: int, batch: int, settings: Settings) -> 
     return None
 
 
-class Curves:
-    """Curves on one machine: kept in the JSON file ``path``, and computed for at most ``seconds`` in all, and EACH for an app."""
-
-    def __init__(self, path: Path, machine: str, report: Callable[[str], object], seconds: float = 60.0) -> None:
-        self.path, self.machine, self.report, self.end = path, machine, report, time.monotonic() + seconds
-        self.known: dict[str, Any] = {}
-        with suppress(HpcaiError):
-            self.known = read_object(path, "the points of curves") if path.exists() else {}
-        self.ends: dict[str, float] = {}
-        self.problems: dict[str, str] = {}
-
-    def curve(self, app: str, mode: str, gpus: Sequence[int], batch: int, settings: Settings = DEFAULT) -> list[tuple[int, float]]:
-        """Return ``curve`` without the points for which there was no time. ``problems`` tells why points of an app are missing."""
-        points, end = [], self.ends.setdefault(app, min(time.monotonic() + EACH, self.end))
-        for count in gpus:
-            key = json.dumps([__version__, app, mode, self.machine, batch, count, settings])
-            if key not in self.known and app not in self.problems:
-                self.report(f"hpcai plan {app}: {mode} scaling, {count:,} {self.machine}")
-                try:
-                    _planner(app, settings).report = partial(_check_time, end)
-                    self.known[key] = curve(app, mode, [count], self.machine, batch, settings)
-                except TimeoutError:
-                    self.problems[app] = f"its whole curve takes longer than {EACH:.0f} s, hpcai plan {app} computes it"
-                except Exception as error:  # anything that an app's code raises; the page is still drawn
-                    self.problems[app] = describe_error(error)
-            points += [(int(n), float(rate)) for n, rate in self.known.get(key, ())]
-        self.path.write_text(json.dumps(self.known), encoding="utf-8")
-        return points
+def compute_curves(
+    path: Path, machine: str, wanted: Mapping[Workload, Wanted], report: Callable[[str], object], seconds: float = 60.0
+) -> tuple[dict[Workload, Curve], dict[Workload, str]]:
+    """Return the curves, and the reasons why others are missing. Curves are kept in the JSON file ``path``, and computed by child
+    processes, as many as there are cores, for at most ``seconds``."""
+    known: dict[str, Any] = {}
+    with suppress(HpcaiError):
+        known = read_object(path, "the curves that were computed before") if path.exists() else {}
+    keys = {workload: json.dumps([__version__, machine, *workload, *args]) for workload, args in wanted.items()}
+    missing = {workload: args for workload, args in wanted.items() if keys[workload] not in known}
+    problems, end = dict.fromkeys(missing, f"takes longer than {seconds:.0f} s, start it by itself"), time.monotonic() + seconds
+    processes = max(1, min(count_cpus(), len(missing)))
+    with get_context("fork").Pool(processes, torch.set_num_threads, (1,)) as pool, suppress(TimeoutError):
+        jobs = random.sample([*missing.items()], len(missing))  # so that slow ones do not take the time of the same others again
+        results = pool.imap_unordered(partial(_compute, machine), jobs)
+        for _ in missing:
+            report(f"hpcai plan: curves of {', '.join(dict.fromkeys(app for app, _ in problems))}, for at most {seconds:.0f} s")
+            workload, computed = results.next(max(end - time.monotonic(), 0.0))
+            if isinstance(computed, str):
+                problems[workload] = computed
+            else:
+                known[keys[workload]] = computed
+                del problems[workload]
+    path.write_text(json.dumps(known), encoding="utf-8")
+    return {workload: [(int(gpus), float(rate)) for gpus, rate in known.get(key, ())] for workload, key in keys.items()}, problems
 
 
-def _check_time(end: float, text: str) -> None:
-    if time.monotonic() > end:
-        raise TimeoutError(text)
+def _compute(machine: str, job: tuple[Workload, Wanted]) -> tuple[Workload, Curve | str]:
+    """Return the workload, and its curve or the reason if there is none."""
+    (app, mode), (gpus, batch, settings) = job
+    try:
+        return (app, mode), curve(app, mode, gpus, machine, batch, settings)
+    except Exception as error:  # anything that an app's code raises; the page is still drawn
+        return (app, mode), describe_error(error)

@@ -142,6 +142,8 @@ class Planner:
         ``per_replica`` samples, at ``stage_rank`` along the axis pipeline, with ``micro_batches`` times as many samples."""
         key = ways, replicas, per_replica, tuple(overrides), stage_rank, micro_batches
         if key not in self._recorded:
+            layout = f"{replicas} replicas over {ways} GPUs each, {per_replica} samples a replica"
+            self.report(f"step {len(self._recorded) + 1}, traced once: {layout} {' '.join(overrides)}")
             self._recorded[key] = [(weight, self._record(*key, variant)) for variant, weight in self.training.step_variants.items()]
         return self._recorded[key]
 
@@ -149,8 +151,6 @@ class Planner:
         self, ways: int, replicas: int, per_replica: int, overrides: Overrides, stage_rank: int, micro_batches: int,
         variant: Overrides,
     ) -> Recorded:  # fmt: skip
-        layout = f"{replicas} replicas over {ways} GPUs each, {per_replica} samples a replica"
-        self.report(f"step {len(self._recorded) + 1}, traced once: {layout} {' '.join((*overrides, *variant))}")
         training, workload, axis = self.training, self.training.workload, self.training.split_axis
         if ways > 1 and axis is None:
             raise ConfigError(f"samples of {self.name} cannot be split in a plan; use one way")
