@@ -1,7 +1,6 @@
 """Samples per second by number of GPUs, as `hpcai plan` predicts them."""
 
 import json
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -68,9 +67,9 @@ def compute_curves(
     keys = {workload: json.dumps([__version__, machine, *workload, *args]) for workload, args in wanted.items()}
     missing = {workload: args for workload, args in wanted.items() if keys[workload] not in known}
     problems, end = dict.fromkeys(missing, f"takes longer than {seconds:.0f} s, start it by itself"), time.monotonic() + seconds
-    processes = max(1, min(count_cpus(), len(missing)))
+    processes, late = max(1, min(count_cpus(), len(missing))), known.pop("late", ())
+    jobs = sorted(missing.items(), key=lambda job: keys[job[0]] in late)  # that others have their turn
     with get_context("fork").Pool(processes, torch.set_num_threads, (1,)) as pool, suppress(TimeoutError):
-        jobs = random.sample([*missing.items()], len(missing))  # so that slow ones do not take the time of the same others again
         results = pool.imap_unordered(partial(_compute, machine), jobs)
         for _ in missing:
             report(f"hpcai plan: curves of {', '.join(dict.fromkeys(app for app, _ in problems))}, for at most {seconds:.0f} s")
@@ -80,7 +79,8 @@ def compute_curves(
             else:
                 known[keys[workload]] = computed
                 del problems[workload]
-    path.write_text(json.dumps(known), encoding="utf-8")
+    began = jobs[: len(jobs) - len(problems) + processes]
+    path.write_text(json.dumps(known | {"late": [keys[job] for job, _ in began if job in problems]}), encoding="utf-8")
     return {workload: [(int(gpus), float(rate)) for gpus, rate in known.get(key, ())] for workload, key in keys.items()}, problems
 
 
