@@ -21,7 +21,7 @@ from hpcai.cli.accept.system import SCALES
 
 SESSION = json.loads(Path(os.environ["HPCAI_ACCEPTANCE"]).read_text()) if "HPCAI_ACCEPTANCE" in os.environ else {}
 SCALES_HERE = SESSION.get("scales", list(SCALES))
-UNITS = {"throughput": "samples/s", "step_time": "ms", "time_to_target": "s", "energy": "J/sample", "loader_share": "%",
+UNITS = {"throughput": "samples/s", "deviation": "%", "time_to_target": "s", "energy": "J/sample", "loader_share": "%",
          "all_reduce": "GB/s", "all_to_all": "GB/s", "link_latency": "us", "link_rate": "GB/s", "slowest_rank": "%",
          "disk_write": "GB/s", "disk_read": "GB/s", "checkpoint_write": "GB/s", "job_end": "s"}  # fmt: skip
 
@@ -48,6 +48,9 @@ class Job(rfm.RunOnlyRegressionTest):
     def stage(self):
         return Path(self.stagedir)
 
+    def unit(self, figure):
+        return UNITS[figure]
+
     def is_valid(self):
         return True
 
@@ -68,7 +71,7 @@ class Job(rfm.RunOnlyRegressionTest):
             launcher.options = [f"--ppn {min(self.num_tasks, self.per_node)}", '"${mpiexec[@]}"']
         self.python = f'"${{container[@]}}" {extras.get("python", sys.executable)}' if SESSION else sys.executable
         figures = SESSION.get("references", {}).get(self.display_name, {})
-        self.reference = {self.current_system.name: {name: (*figure, UNITS[name]) for name, figure in figures.items()}}
+        self.reference = {self.current_system.name: {name: (*figure, self.unit(name)) for name, figure in figures.items()}}
         self.executable = f"{self.python} -m hpcai.cli"
         self.set_ranks(self.num_tasks)
         self.set_commands()
@@ -110,7 +113,9 @@ class Job(rfm.RunOnlyRegressionTest):
     @run_before("performance")
     def measure(self):
         figures = {name: float(f"{value:.4g}") for name, value in self.figures().items() if value is not None}
-        self.perf_variables = {name: sn.make_performance_function(_value(value), UNITS[name]) for name, value in figures.items()}
+        self.perf_variables = {
+            name: sn.make_performance_function(_value(value), self.unit(name)) for name, value in figures.items()
+        }
 
     @run_before("cleanup")
     def keep_result(self):
@@ -147,7 +152,7 @@ class Workload(Job):
 
     def problem(self):
         mistake = runs.find_mistake(self.app, self.stage / "run") if self.mode == "small" else ""
-        if self.mode == "target" and runs.read_figures(self.stage / "run", self.mode)["time_to_target"] is None:
+        if self.mode == "target" and runs.read_figures(self.app, self.mode, self.stage / "run")["time_to_target"] is None:
             mistake = "the run ended before its target; look at the curves of its page: hpcai report RUN"
         verdict = runs.judge_mlperf(self.app, self.stage / "run")
         if verdict is not None:
@@ -155,8 +160,11 @@ class Workload(Job):
             self.keep_files += ["mlperf.json"]
         return mistake
 
+    def unit(self, figure):
+        return f"{runs.unit(self.app)}/s" if figure == "throughput" else UNITS[figure]
+
     def figures(self):
-        return runs.read_figures(self.stage / "run", self.mode)
+        return runs.read_figures(self.app, self.mode, self.stage / "run")
 
 
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 REFRAME = (4, 8), (5, 0)
 """The lowest version of ReFrame, and the version below which it must be."""
 _PROGRAM = "from reframe.frontend.cli import main; main()"
-_LOWER_IS_BETTER = ("step_time", "time_to_target", "energy", "loader_share", "link_latency", "job_end")
+_RECORDED = ("throughput", "time_to_target", "energy", "all_reduce", "all_to_all", "link_latency", "link_rate", "disk_write",
+             "disk_read", "checkpoint_write")  # others have limits of their own, or none
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,11 +104,14 @@ def _call_reframe(args: argparse.Namespace, session: Path) -> int:
 
 def record(results: "Results", tolerance: float) -> "Figures":
     """Return the figures of tests that have passed, with limits on the side on which they would be worse."""
+    from hpcai.cli.accept.results import LOWER_IS_BETTER
+
     figures: Figures = {}
     for case in results.cases:
         for name, figure in case.figures.items() if case.passed else ():
-            limits = (None, tolerance) if name in _LOWER_IS_BETTER else (-tolerance, None)
-            figures.setdefault(case.title, {})[name] = (float(f"{figure.value:.4g}"), *limits)
+            limits = (None, tolerance) if name in LOWER_IS_BETTER else (-tolerance, None)
+            if name in _RECORDED:
+                figures.setdefault(case.title, {})[name] = (figure.value, *limits)
     return figures
 
 

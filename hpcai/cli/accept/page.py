@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from rich.console import Console
 
 from hpcai.cli import apps
-from hpcai.cli.accept.results import Case, Measured, Results
+from hpcai.cli.accept.results import LOWER_IS_BETTER, Case, Measured, Results
 from hpcai.cli.findings import pluralize
 from hpcai.cli.report.document import card, details, figure_cards, header, html_page, lead, left_out_card, render_plot, table, tiles
 from hpcai.cli.report.picture import Finding
@@ -26,7 +26,6 @@ from hpcai.errors import DataError
 from hpcai.json_file import check_fields, read_object
 from hpcai.log import format_duration
 
-LOWER_IS_BETTER = ("time_to_target", "energy", "loader_share", "step_time", "link_latency", "job_end")
 SHOWN = 8  # of the slowest figures
 _RESULTS = {"pass": "passed", "fail": "failed", "skip": "skipped"}
 _EXPECTED = re.compile(r"[,;] expected ([^;]*)")
@@ -75,7 +74,8 @@ class Acceptance:
         wanted = {}
         for app, mode in dict.fromkeys((case.app, case.mode) for case in self.runs if case.mode in ("weak", "strong")):
             cases = [case for case in self.runs if (case.app, case.mode) == (app, mode)]
-            counts, batch = [case.ranks for case in cases], self.runs[cases[0]].start.get("global_batch")
+            counts, run = [case.ranks for case in cases], self.runs[cases[0]]
+            batch = run.setting("data.batch") or run.start.get("global_batch")  # a sample of the loader may be a block of a plan's
             gpus = sorted({*counts, *(2**n for n in range(max(counts).bit_length() + 1))})
             if batch and app in apps.with_part("plan"):
                 yaml, overrides = self.declared[app].get("config", ""), self.declared[app].get("overrides", ())
@@ -184,17 +184,21 @@ def _tiles(acceptance: Acceptance) -> Iterator[tuple[str, str, str]]:
 def _workloads(acceptance: Acceptance) -> str:
     rows = []
     for case in acceptance.workloads:
-        rate, reference = ((figure := case.figures.get("throughput")) and (figure.value, figure.reference)) or (None, None)
-        target, energy, loader = (figure.value if (figure := case.figures.get(name)) else None
-                                  for name in ("time_to_target", "energy", "loader_share"))
+        figure = case.figures.get("throughput")
+        rate, reference, unit = (figure.value, figure.reference, figure.unit) if figure else (None, None, "")
+        names = ("deviation", "time_to_target", "energy", "loader_share")
+        deviation, target, energy, loader = (figure.value if (figure := case.figures.get(name)) else None for name in names)
         rows.append([
-            case.label, _RESULTS.get(case.result, case.result), _format(rate), _format(reference), _difference(rate, reference),
+            case.label, _RESULTS.get(case.result, case.result), _MISSING if deviation is None else f"{deviation:.2f}",
+            _format(rate, unit), _format(reference), _difference(rate, reference),
             _format(acceptance.published(case)), _format(acceptance.planned(case)), format_duration(target) if target else _MISSING,
             _format(energy), _format(loader),
         ])  # fmt: skip
-    head = ("", "result", "samples/s", "reference", "difference", "published", "plan", "to target", "J/sample", "loader %")
+    head = ("", "result", "deviation %", "rate", "reference", "difference", "published", "plan", "to target", "J/sample",
+            "loader %")  # fmt: skip
     kept = [n for n in range(len(head)) if n < 2 or any(row[n] != _MISSING for row in rows)]
-    note = "Published: of one GPU of this kind, times the GPUs. Plan: hpcai plan. Loader: share of a step that waits for data."
+    note = ("Deviation: the largest of a loss or metric from its expected value. Published: of one GPU of this kind, times the "
+            "GPUs. Plan: hpcai plan. Loader: share of a step that waits for data.")
     body = table([head[n] for n in kept], [[row[n] for n in kept] for row in rows], "numbers")
     return card("Workloads", body, note) if rows else ""
 
@@ -254,7 +258,7 @@ def _curves(acceptance: Acceptance) -> Iterator[Plot]:
             measured.setdefault(case.app, {}).setdefault(case.mode, []).append(case)
     machine, devices = acceptance.machine, acceptance.gpu
     lines = f"Lines: hpcai plan for {machine}." if machine else f"No lines, since hpcai plan has no data sheet of {devices}."
-    caption = f"Samples per second of one GPU or rank: flat is perfect scaling. Points: measured. {lines}"
+    caption = f"Rate of one GPU or rank: flat is perfect scaling. Points: measured. {lines}"
     if measured:
         yield Plot("scaling", "Scaling", caption, lambda theme: [_draw_curve(acceptance, *app, theme) for app in measured.items()])
 
@@ -272,7 +276,7 @@ def _draw_curve(acceptance: Acceptance, app: str, modes: dict[str, list[Case]], 
     planned, rate = acceptance.planned(last), last.figures["throughput"].value
     unit = pluralize(last.ranks, "GPU" if acceptance.machine else "rank")
     of_plan = f", {100 * rate / planned:.0f} % of the plan" if planned else ""
-    panel_title(axes, app, f"{_format(rate)} samples/s on {unit}{of_plan}", theme)
+    panel_title(axes, app, f"{_format(rate, last.figures['throughput'].unit)} on {unit}{of_plan}", theme)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -289,7 +293,8 @@ def _mlperf(acceptance: Acceptance) -> str:
         if log := acceptance.read(case, "mlperf.json"):
             rules = ", ".join(log.get("failed") or ())
             rows.append((case.label, "passes" if log["passed"] else "fails", rules or log["log"]))
-    return card("MLPerf logs", table(("", "checker", "failed rules, or log"), rows)) if rows else ""
+    note = "A small run breaks rules about sizes and targets. mlperf.tar.gz beside this page has the logs."
+    return card("MLPerf logs", table(("", "checker", "failed rules, or log"), rows), note) if rows else ""
 
 
 def _slow(acceptance: Acceptance) -> str:

@@ -12,6 +12,7 @@ from hpcai.cli.accept.runs import NEVER_STARTED
 from hpcai.errors import DataError
 from hpcai.json_file import check_fields, parse_object, read_regular
 
+LOWER_IS_BETTER = ("deviation", "time_to_target", "energy", "loader_share", "link_latency", "job_end")
 _EXPECTED = "a report of ReFrame 4.10 (--report-file or --report-junit)"
 _REASON = re.compile(r"^(\w+: )?(sanity|performance) error: (failed to meet reference\(s\): )?")
 _PARAMETER = re.compile(r"%(\w+)=(\S+)")

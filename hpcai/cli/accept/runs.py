@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -45,6 +45,11 @@ def declared_apps() -> list[str]:
     return [app for app in apps.list_apps() if (apps.app_folder(app) / "acceptance.toml").is_file()]
 
 
+def unit(app: str) -> str:
+    """Return the unit of the app's throughput, as its published rates have it: samples, unless a sample is a block of others."""
+    return str(read_declaration(app)["scaling"].get("unit", "samples"))
+
+
 def plan_run(app: str, mode: Mode, ranks: int, per_node: int, gpus: bool) -> Commands | None:
     """Return the commands of a run on ``ranks``, ``per_node`` of them on each node, or None if there is no such run.
 
@@ -81,10 +86,8 @@ def _small_batch(app: str) -> int:
 
 def find_mistake(app: str, run: Path) -> str:
     """Return the values of a small run that differ from those of ``expected``, or "" if there are none."""
-    events, lines = read_metrics(run / METRICS), []
-    for name, (value, tolerance) in read_declaration(app)["small"]["expected"].items():
-        kind, _, field = name.partition(".")
-        found = next((event[field] for event in reversed(events) if event["kind"] == kind and field in event), None)
+    lines = []
+    for name, found, value, tolerance in _compare(app, run):
         if found is None or not abs(found - value) <= tolerance * abs(value):
             text = "missing" if found is None else format_number(found)
             lines.append(f"{name} is {text}, expected {format_number(value)} within {100 * tolerance:g} %")
@@ -92,21 +95,29 @@ def find_mistake(app: str, run: Path) -> str:
     return "; ".join([*lines, advice]) if lines else ""
 
 
-def read_figures(run: Path, mode: Mode) -> dict[str, float | None]:
-    """Return throughput and time of a step (medians of the reports after the first), the loader's share, energy, and the time to
-    the target; None where there is none."""
+def _compare(app: str, run: Path) -> Iterator[tuple[str, float | None, float, float]]:
+    """Yield name, last value, expected value and relative tolerance."""
+    events = read_metrics(run / METRICS)
+    for name, (value, tolerance) in read_declaration(app)["small"]["expected"].items():
+        kind, _, field = name.partition(".")
+        found = next((event[field] for event in reversed(events) if event["kind"] == kind and field in event), None)
+        yield name, found, value, tolerance
+
+
+def read_figures(app: str, mode: Mode, run: Path) -> dict[str, float | None]:
+    """Return throughput and the loader's share (medians of the reports after the first), energy, the largest deviation from the
+    expected values, and the time to the target; None where there is none."""
     events = read_metrics(run / METRICS)
     reports = [event for event in events if event["kind"] == "train"]
     reports = reports[1:] or reports
     stop: Mapping[str, Any] = next((event for event in reversed(events) if event["kind"] == "stop"), {})
     energy: Mapping[str, Any] = next((event for event in reversed(events) if event["kind"] == "energy"), {})
-    batch = next((event.get("global_batch") for event in events if event["kind"] == "start"), None)
-    rate = median(event["samples_per_second"] for event in reports) if reports else None
-    parts = [{name: s for name, s in event.get("parts", {}).items() if name not in _BETWEEN} for event in reports]
+    parts = [{name: seconds for name, seconds in event.get("parts", {}).items() if name not in _BETWEEN} for event in reports]
     shares = [100 * part.get("data", 0.0) / sum(part.values()) for part in parts if sum(part.values())]
+    differences = [abs(found / value - 1) for _, found, value, _ in _compare(app, run) if found] if mode == "small" else []
     return {
-        "throughput": rate, "step_time": 1e3 * batch / rate if rate and batch else None,
-        "loader_share": median(shares) if shares else None,
+        "throughput": median(event[f"{unit(app)}_per_second"] for event in reports) if reports else None,
+        "deviation": 100 * max(differences) if differences else None, "loader_share": median(shares) if shares else None,
         "energy": energy["joules"] / energy["samples"] if energy.get("samples") else None,
         "time_to_target": stop.get("seconds") if mode == "target" and stop.get("target_reached") else None,
     }  # fmt: skip

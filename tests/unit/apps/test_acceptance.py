@@ -13,7 +13,7 @@ from hpcai import config
 ROOT = Path(__file__).resolve().parents[3]
 APPS = sorted(path.parent.name for path in (ROOT / "apps").glob("*/__main__.py"))
 KEYS = {"prepare", "config", "overrides"}
-OPTIONAL = {"small": {"expected", "before", "mlperf"}, "target": {"before"}, "scaling": {"batch", "before", "published"}}
+OPTIONAL = {"small": {"expected", "before", "mlperf"}, "target": {"before"}, "scaling": {"batch", "before", "published", "unit"}}
 
 
 class ParsedError(Exception):

@@ -17,6 +17,7 @@ from hpcai.cli.accept import parts, runs, system
 from hpcai.cli.script import list_sites
 from hpcai.errors import ConfigError, DataError, MissingExtraError
 
+EXPECTED = runs.read_declaration("cosmoflow")["small"]["expected"]
 NEEDED = {"account": "project", "queue": "somewhere"}
 
 
@@ -114,7 +115,7 @@ def write_events(run: Path, *events: dict[str, Any]) -> Path:
 
 
 def test_a_wrong_value_is_named(tmp_path: Path) -> None:
-    expected = runs.read_declaration("cosmoflow")["small"]["expected"]
+    expected = EXPECTED
     fields: dict[str, dict[str, float]] = {}
     for name, (value, _) in expected.items():
         fields.setdefault(name.partition(".")[0], {})[name.partition(".")[2]] = value
@@ -128,14 +129,16 @@ def test_a_wrong_value_is_named(tmp_path: Path) -> None:
 
 
 def test_figures_are_medians_after_the_first_report(tmp_path: Path) -> None:
-    parts_of_step = {"data": 0.1, "forward": 0.2, "backward": 0.2, "evaluate": 9.0}
-    train = [{"kind": "train", "samples_per_second": rate, "parts": parts_of_step} for rate in (1.0, 8.0, 10.0, 12.0)]
+    parts_of_step, loss = {"data": 0.1, "forward": 0.2, "backward": 0.2, "evaluate": 9.0}, 1.01 * EXPECTED["train.loss"][0]
+    rates = (1.0, 8.0, 10.0, 12.0)
+    train = [{"kind": "train", "samples_per_second": rate, "parts": parts_of_step, "loss": loss} for rate in rates]
     stop = {"kind": "stop", "seconds": 30.0, "target_reached": True}
     energy = {"kind": "energy", "joules": 60.0, "samples": 20}
-    run = write_events(tmp_path / "run", {"kind": "start", "global_batch": 5}, *train, energy, stop)
-    expected = {"throughput": 10.0, "step_time": 500.0, "loader_share": pytest.approx(20.0), "energy": 3.0, "time_to_target": 30.0}
-    assert runs.read_figures(run, "target") == expected
-    assert runs.read_figures(run, "small")["time_to_target"] is None
+    run = write_events(tmp_path / "run", *train, energy, stop)
+    expected = {"throughput": 10.0, "deviation": None, "loader_share": pytest.approx(20.0), "energy": 3.0, "time_to_target": 30.0}
+    assert runs.read_figures("cosmoflow", "target", run) == expected
+    small = runs.read_figures("cosmoflow", "small", run)
+    assert small["time_to_target"] is None and small["deviation"] == pytest.approx(1.0)
 
 
 def write_doctor(path: Path, rates: list[float], shares: list[float]) -> Path:
