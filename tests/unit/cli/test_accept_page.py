@@ -145,9 +145,10 @@ def test_the_page_begins_with_what_failed_and_says_where_to_look(drawn: Path) ->
 def test_figures_are_beside_references_published_rates_and_the_plan(drawn: Path) -> None:
     text = visible_text((drawn / "report.html").read_text())
     for row in (
-        "samples/s reference difference published plan to target J/sample loader %", "toy small 1 node passed – –",
-        "toy weak 8 nodes failed 5,100 7,200 −29.2 % 7,168 8,000 – 3.1 12", "toy target 1 node passed – – – – – 0:05:12 – –",
-        "toy strong 8 nodes passed 6,300 – – 7,168 8,000 – 3.1 12", "toy weak 16 nodes skipped – – – – – – – –",
+        "deviation % rate reference difference published plan to target J/sample loader %", "toy small 2 nodes passed 0.31 – –",
+        "toy weak 8 nodes failed – 5,100 samples/s 7,200 −29.2 % 7,168 8,000 – 3.1 12",
+        "toy target 1 node passed – – – – – – 0:05:12 – –",
+        "toy strong 8 nodes passed – 6,300 samples/s – – 7,168 8,000 – 3.1 12", "toy weak 16 nodes skipped – – – – – – – – –",
         "ranks: all-to-all 11.9 GB/s 12 GB/s −0.8 % ≥ −10 %", "ranks: link rate 44.1 GB/s 45 GB/s −2.0 % −10 % to +10 %",
         "killed rank: job end 31 s 60 s −48.3 % ≤ +50 %", "resume passed – – –", "ranks: disk read 3.9 GB/s – – –",
         "toy small 2 nodes fails global_batch_size, train_samples",
