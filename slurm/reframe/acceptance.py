@@ -55,7 +55,7 @@ class Job(rfm.RunOnlyRegressionTest):
         return True
 
     def after(self):
-        return []
+        return ["rm -rf data run/checkpoints"]
 
     @run_after("setup")
     def place(self):
@@ -75,6 +75,7 @@ class Job(rfm.RunOnlyRegressionTest):
         self.executable = f"{self.python} -m hpcai.cli"
         self.set_ranks(self.num_tasks)
         self.set_commands()
+
     def set_ranks(self, ranks):
         self.num_tasks = self.job.num_tasks = ranks
         self.num_tasks_per_node = self.job.num_tasks_per_node = min(ranks, self.per_node)
@@ -129,13 +130,14 @@ class Workload(Job):
     app = variable(str)
     mode = parameter(runs.MODES)
     scale = parameter(SCALES_HERE)
-    time_limit = "1h"
     keep_files = ["run"]
 
     def is_valid(self):
         self.descr = f"{self.app}: {self.mode} run"
         if self.mode == "small":
             self.tags |= {"quick"}
+        else:
+            self.time_limit = "1h"
         return self.mode in ("weak", "strong") or self.scale == "1_node"
 
     def set_commands(self):
@@ -146,9 +148,6 @@ class Workload(Job):
         self.skip_if(commands is None, f"{self.app} has no {self.mode} run on {self.num_tasks} ranks")
         self.prerun_cmds = [self.command_alone("hpcai.cli", *words) for words in commands.prepare]
         self.executable_opts = [*map(shlex.quote, commands.run)]
-
-    def after(self):
-        return ["rm -rf data run/checkpoints"]
 
     def problem(self):
         mistake = runs.find_mistake(self.app, self.stage / "run") if self.mode == "small" else ""
@@ -165,7 +164,6 @@ class Workload(Job):
 
     def figures(self):
         return runs.read_figures(self.app, self.mode, self.stage / "run")
-
 
 
 class Part(Job):
@@ -219,9 +217,6 @@ class HPCAI_checkpoint(Part):  # noqa: N801
         batch = f"data.batch={max(self.num_tasks, 8)}"
         self.set_run(self.app, f"model={{{sizes}}}", batch, "train.steps=2", "train.report_every=1")
 
-    def after(self):
-        return ["rm -rf data run/checkpoints"]
-
     def figures(self):
         return {"checkpoint_write": parts.checkpoint_rate(self.stage / "run")}
 
@@ -237,7 +232,7 @@ class HPCAI_resume(Part):  # noqa: N801
         self.set_ranks(min(self.num_tasks, 8))  # which share the batch
         words = self.set_run(self.app, "train.steps=32", "checkpoint.every_steps=8")
         again = [word.replace("report.directory=run", "report.directory=again") for word in words]
-        self.postrun_cmds[1:-2] = [
+        self.postrun_cmds[1:-2] = [  # with checkpoints
             '[ $code = 0 ] || { echo $code >exit_code; exit $code; }',
             self.command("hpcai.cli.accept.killed_rank", *again) + " 2>killed.err", "echo $? $(date +%s.%N) >killed_code",
             self.command("hpcai.cli", "run", *again), "code=$?", "rm -rf data",

@@ -15,6 +15,8 @@ The same command continues a session that was cut off with the tests that are le
 import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 REFRAME = (4, 8), (5, 0)
 """The lowest version of ReFrame, and the version below which it must be."""
 _PROGRAM = "from reframe.frontend.cli import main; main()"
+_PATIENCE = 60.0  # seconds in which ReFrame cancels its jobs
 _RECORDED = ("throughput", "time_to_target", "energy", "all_reduce", "all_to_all", "link_latency", "link_rate", "disk_write",
              "disk_read", "checkpoint_write")  # others have limits of their own, or none
 
@@ -46,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.nodes < 1 or args.jobs < 1 or (args.per_node or 1) < 1 or (args.record or 0) < 0:
         parser.error("--nodes, --jobs and --per-node are at least 1, --record is at least 0")
+    if not re.fullmatch(r"(?=\d)(\d+d)?(\d+h)?(\d+m)?(\d+s)?", args.pending):
+        parser.error(f"--pending {args.pending} is not a time; expected days, hours, minutes and seconds, such as 1d12h or 30m")
     check_reframe()
     output = (args.output or Path(f"acceptance-{Path(args.site).stem}")).absolute()
     references = system.references_file(args.site)
@@ -59,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"goes on with a session that was cut off: {len(cases)} tests passed before; remove {kept} to run them again")
     features = config["systems"][0]["partitions"][0]["features"]
     scales = [feature.removeprefix("scale_") for feature in features if feature.startswith("scale_")]
-    passed = [case["display_name"] for case in cases]
-    session = {"reframe": config, "scales": scales, "references": figures, "kept": str(kept), "passed": passed}
+    session = {"reframe": config, "scales": scales, "references": figures, "kept": str(kept)}
+    session["passed"] = [case["display_name"] for case in cases]
     (output / "session.json").write_text(json.dumps(session))
     report.unlink(missing_ok=True)
     code = _call_reframe(args, output / "session.json")
@@ -77,8 +82,10 @@ def main(argv: Sequence[str]) -> int:
         system.write_references(references, name, record(results, args.record))
         print(f"references of {name}: {references}")
     pack_logs(results, output / "mlperf.tar.gz")
+    passed, accepted = sum(case.passed for case in results.cases), results.tested and not results.failed
+    print(f"{'accepted' if accepted else 'NOT accepted'}: {passed} of {len(results.tested)} tests passed")
     print(page.draw_page(results, output / "report.html"))
-    return int(bool(results.failed) or not results.tested)
+    return 0 if accepted else 1
 
 
 def check_reframe() -> None:
@@ -98,8 +105,15 @@ def _call_reframe(args: argparse.Namespace, session: Path) -> int:
     command = [sys.executable, "-c", _PROGRAM, "-C", str(folder / "settings.py"), "-c", str(folder / "acceptance.py")]
     command += ["--nocolor", "-t", "quick$" if args.quick else "full$"]
     command += [word for name in args.only for word in ("-n", name.replace(" ", ""))]  # as ReFrame's names for filters
+    command += ["--list" if args.list else "--run"]
     environ = {**os.environ, "HPCAI_ACCEPTANCE": str(session)}
-    return subprocess.run([*command, "--list" if args.list else "--run"], env=environ).returncode
+    with subprocess.Popen(command, env=environ, start_new_session=True) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # it cancels its jobs
+            process.wait(_PATIENCE)
+            raise
 
 
 def record(results: "Results", tolerance: float) -> "Figures":

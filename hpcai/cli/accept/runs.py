@@ -22,10 +22,10 @@ _STRONG = 4  # samples of a rank on one node in strong scaling, times those in w
 _DATA = "data"  # folder of a run's data
 _BETWEEN = ("evaluate", "save")  # parts between steps
 NEVER_STARTED = (
-    "the job waited in the queue for longer than --pending, or was cancelled; the partition is full or down: give more time, or "
-    "another --queue"
+    "the job waited in the queue for longer than --pending, was cancelled, or wrote to a folder of its node; the partition is full "
+    "or down: give more time or another --queue, and an --output that all nodes see"
 )
-_FAILURE = re.compile(r"error|cannot|not found|no such|refused|denied|expected|unable", re.IGNORECASE)
+_FAILURE = re.compile(r"error|failed|cannot|not found|no such|refused|denied|expected|unable", re.IGNORECASE)
 
 
 class Commands(NamedTuple):
