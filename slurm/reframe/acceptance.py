@@ -167,7 +167,7 @@ class Workload(Job):
 
 
 class Part(Job):
-    """What all workloads share, measured by itself."""
+    """A part that all workloads share, measured alone."""
 
     scale = parameter([scale for scale in SCALES_HERE if SCALES[scale] >= 1])
 

@@ -1,4 +1,4 @@
-"""What workloads share, measured by itself: ranks, network and disks, checkpoints, a killed rank and the resumed job."""
+"""Parts that workloads share, measured alone: ranks, network and disks, checkpoints, a killed rank and the resumed job."""
 
 import json
 from pathlib import Path

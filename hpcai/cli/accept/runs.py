@@ -87,9 +87,9 @@ def _small_batch(app: str) -> int:
 def find_mistake(app: str, run: Path) -> str:
     """Return the values of a small run that differ from those of ``expected``, or "" if there are none."""
     lines = []
-    for name, found, value, tolerance in _compare(app, run):
-        if found is None or not abs(found - value) <= tolerance * abs(value):
-            text = "missing" if found is None else format_number(found)
+    for name, actual, value, tolerance in _compare(app, run):
+        if actual is None or not abs(actual - value) <= tolerance * abs(value):
+            text = "missing" if actual is None else format_number(actual)
             lines.append(f"{name} is {text}, expected {format_number(value)} within {100 * tolerance:g} %")
     advice = "the arithmetic of this system is wrong, or its ranks differ: compare with one rank, and with step.compile=none"
     return "; ".join([*lines, advice]) if lines else ""
@@ -100,8 +100,8 @@ def _compare(app: str, run: Path) -> Iterator[tuple[str, float | None, float, fl
     events = read_metrics(run / METRICS)
     for name, (value, tolerance) in read_declaration(app)["small"]["expected"].items():
         kind, _, field = name.partition(".")
-        found = next((event[field] for event in reversed(events) if event["kind"] == kind and field in event), None)
-        yield name, found, value, tolerance
+        values = (event[field] for event in reversed(events) if event["kind"] == kind and field in event)
+        yield name, next(values, None), value, tolerance
 
 
 def read_figures(app: str, mode: Mode, run: Path) -> dict[str, float | None]:
@@ -114,7 +114,7 @@ def read_figures(app: str, mode: Mode, run: Path) -> dict[str, float | None]:
     energy: Mapping[str, Any] = next((event for event in reversed(events) if event["kind"] == "energy"), {})
     parts = [{name: seconds for name, seconds in event.get("parts", {}).items() if name not in _BETWEEN} for event in reports]
     shares = [100 * part.get("data", 0.0) / sum(part.values()) for part in parts if sum(part.values())]
-    differences = [abs(found / value - 1) for _, found, value, _ in _compare(app, run) if found] if mode == "small" else []
+    differences = [abs(actual / value - 1) for _, actual, value, _ in _compare(app, run) if actual] if mode == "small" else []
     return {
         "throughput": median(event[f"{unit(app)}_per_second"] for event in reports) if reports else None,
         "deviation": 100 * max(differences) if differences else None, "loader_share": median(shares) if shares else None,
@@ -128,9 +128,9 @@ def describe_failure(code: str | None, errors: Path, output: Path) -> str:
     if code is None and not output.is_file():
         return NEVER_STARTED
     lines = [line.strip() for path in (errors, output) if path.is_file() for line in path.read_text(errors="replace").splitlines()]
-    said = [line for line in lines if _FAILURE.search(line)][-3:] or [line for line in lines if line][-1:]
+    last = [line for line in lines if _FAILURE.search(line)][-3:] or [line for line in lines if line][-1:]
     how = f"ended with exit code {code}" if code is not None else "ended before its run, in its data or the lines of the site file"
-    return f"the job {how}: {' | '.join(said)[:600] or 'it printed nothing'}; see {errors} and {output}"
+    return f"the job {how}: {' | '.join(last)[:600] or 'it printed nothing'}; see {errors} and {output}"
 
 
 def judge_mlperf(app: str, run: Path) -> dict[str, Any] | None:
@@ -142,9 +142,9 @@ def judge_mlperf(app: str, run: Path) -> dict[str, Any] | None:
     result = subprocess.run(checker, capture_output=True, text=True)
     text = result.stdout + result.stderr
     missing = "mlperf-logging is not installed" if "No module named" in text else None
-    failed = re.findall(r"(?:CHECK for '|Failed checks for |Required \w+ occurrence of '|Required )(\w+)", text)
-    found = [missing] if missing else sorted({*failed}) or ([] if result.returncode == 0 else [text.strip()[-200:]])
-    return {"benchmark": app, "usage": " ".join(rules), "passed": not found, "failed": found, "log": str(log)}
+    rules_broken = re.findall(r"(?:CHECK for '|Failed checks for |Required \w+ occurrence of '|Required )(\w+)", text)
+    failed = [missing] if missing else sorted({*rules_broken}) or ([] if result.returncode == 0 else [text.strip()[-200:]])
+    return {"benchmark": app, "usage": " ".join(rules), "passed": not failed, "failed": failed, "log": str(log)}
 
 
 def keep_result(path: Path, test: Any) -> None:
