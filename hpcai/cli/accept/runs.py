@@ -144,7 +144,7 @@ def judge_mlperf(app: str, run: Path) -> dict[str, Any] | None:
     missing = "mlperf-logging is not installed" if "No module named" in text else None
     rules_broken = re.findall(r"(?:CHECK for '|Failed checks for |Required \w+ occurrence of '|Required )(\w+)", text)
     failed = [missing] if missing else sorted({*rules_broken}) or ([] if result.returncode == 0 else [text.strip()[-200:]])
-    return {"benchmark": app, "usage": " ".join(rules), "passed": not failed, "failed": failed, "log": str(log)}
+    return {"benchmark": app, "usage": " ".join(rules), "passed": not failed, "failed": failed, "log": f"{run.name}/{log.name}"}
 
 
 def keep_result(path: Path, test: Any) -> None:
