@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcai.log import METRICS, read_metrics
 
-_MIN_RATE = 0.65  # of the fastest rank
+_MIN_RATE, _MIN_SHARE = 0.65, 0.8  # of the fastest rank; of the time of its cores
 _MAX_END = 60.0  # seconds
 
 
@@ -33,8 +33,11 @@ def find_slow_rank(report: Path) -> str:
 
 
 def _rates_by_rank(report: Path) -> dict[int, float]:
-    """Return the FLOP/s of each rank, with the time in which others had its cores."""
-    return {int(rank): pace["rate"] * pace["share"] for rank, pace in _read_json(report)["network"]["paces"].items()}
+    """Return the FLOP/s of each rank. They include the time in which other programs had its cores, unless these have part of all
+    cores, which `hpcai doctor` reports."""
+    paces = {int(rank): pace for rank, pace in _read_json(report)["network"]["paces"].items()}
+    loaded = max(pace["share"] for pace in paces.values()) < _MIN_SHARE
+    return {rank: pace["rate"] * (1.0 if loaded else pace["share"]) for rank, pace in paces.items()}
 
 
 def read_rates(report: Path) -> dict[str, float | None]:

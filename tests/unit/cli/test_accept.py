@@ -158,6 +158,8 @@ def test_a_slow_rank_is_named_with_its_node(tmp_path: Path) -> None:
     for rates, shares in (([1e10, 1e10, 1e10, 4e9], [1.0] * 4), ([1e10] * 4, [1.0, 1.0, 1.0, 0.4])):
         text = parts.find_slow_rank(write_doctor(tmp_path / "slow.json", rates, shares))
         assert text.startswith("rank 3 on node n1 computes 4.0 GFLOP/s, 40 % of rank 0 on node n0, and has")
+    loaded = write_doctor(tmp_path / "loaded.json", [1e10] * 4, [0.5, 0.5, 0.5, 0.2])
+    assert parts.find_slow_rank(loaded) == "", "other programs have part of all cores"
     assert parts.read_rates(even) == pytest.approx({
         "all_reduce": 3.0, "all_to_all": 3.0, "link_latency": 2.0, "link_rate": 4.0, "slowest_rank": 90.0, "disk_write": 1.0,
         "disk_read": 3.0,
