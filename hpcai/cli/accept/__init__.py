@@ -42,9 +42,6 @@ _RECORDED = ("throughput", "time_to_target", "energy", "all_reduce", "all_to_all
 
 
 def main(argv: Sequence[str]) -> int:
-    from hpcai.cli.accept import page, runs, system
-    from hpcai.cli.accept.results import read_results
-
     parser = make_parser("accept", __doc__, sites=", ".join(["local", *list_sites()]))
     args = parser.parse_args(argv)
     if args.nodes < 1 or args.jobs < 1 or (args.per_node or 1) < 1 or (args.record or 0) < 0:
@@ -52,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
     if not re.fullmatch(r"(?=\d)(\d+d)?(\d+h)?(\d+m)?(\d+s)?", args.pending):
         parser.error(f"--pending {args.pending} is not a time; expected days, hours, minutes and seconds, such as 1d12h or 30m")
     check_reframe()
+    from hpcai.cli.accept import page, runs, system
+    from hpcai.cli.accept.results import read_results
+
     output = (args.output or Path(f"acceptance-{Path(args.site).stem}")).absolute()
     references = system.references_file(args.site)
     config = system.describe_system(args, output)
