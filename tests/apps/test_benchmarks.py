@@ -274,7 +274,6 @@ class DistinctReplicas(deepcam.Benchmark):
 
 
 def compare_batch_norm_groups(mesh: Mesh) -> list[tuple[int, float, np.ndarray]]:
-    torch.set_num_threads(1)
     workload, cfg = load_workload("deepcam", "data.batch=4", "batchnorm_group=2")
     assert {s.name: s.why_not for s in workload.switches(cfg, mesh)}["group batch norm"] is None
     results = []
@@ -302,7 +301,6 @@ def test_replicas_share_statistics_if_enabled() -> None:
 
 
 def compare_sharding(mesh: Mesh) -> list[tuple[int, int, float, np.ndarray]]:
-    torch.set_num_threads(1)
     workload, cfg = load_workload("openfold", "data.batch=2", f"mesh.axial={mesh['axial'].size}")
     available = workload.available_switches(cfg, mesh)
     assert "cut chains" in available

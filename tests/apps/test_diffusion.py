@@ -116,7 +116,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
+def test_volumes_and_parameters_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kind, settings), run = KINDS[name], tmp_path / "run"
     simulator("fields", f"--samples 12 --validation 0.4 --rows 6 --kind {kind}")(tmp_path / "data")
     assert run_config(name, tmp_path / "data", run, *settings) == 0
@@ -124,8 +124,9 @@ def test_volumes_and_parameters_alone(name: str, tmp_path: Path) -> None:
     assert np.isfinite(ensembles["members"]).all() and ensembles["members"].shape[2:] == model.cfg.size
     assert ("field" in ensembles) == (name != "parameters") == ("parameters" not in ensembles)
 
-    from hpcai.cli.report import draw_run
+    from hpcai.cli.report import draw_run, theme
 
+    monkeypatch.setattr(theme, "DPI", 30)
     assert "Ensembles beside one field" in draw_run(run).read_text()
 
 

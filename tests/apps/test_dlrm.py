@@ -1,6 +1,7 @@
 """The DLRM app from its command line: on one process, on ranks with each plan, resumed, and with bad input."""
 
 import json
+import pickle
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def test_epochs_shorter_than_a_pass_cover_all_whole_blocks(data: Path) -> None:
     cfg, mesh = config.load(APP.settings, APP.small_config, [*APP.overrides(data, data)[1:], *overrides]), dist.single_process()
     with closing(Reader("auto")) as reader:
         source = app_data.Blocks(EventTable(data), "train", 9, reader, drop_last=True)
+        source = pickle.loads(pickle.dumps(source))  # as with data.processes  # noqa: S301
         with app_data.training_loader(source, cfg, mesh, None) as loader:
             batches = [batch for epoch in range(3) for batch in loader.epoch(epoch)]
         rest = app_data.Blocks(EventTable(data), "validation", 25, reader)

@@ -76,30 +76,6 @@ def test_replicas_equal_one_process(axes: dict[str, int], bucket_mb: float, accu
     on_ranks(axes, compare, bucket_mb, accumulate)
 
 
-def record_events(mesh: Mesh) -> list[str]:
-    """Return the events of a backward pass in order: gradients (by layer) and started all-reduces."""
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    reducer = GradientReducer(model, mesh, bucket_mb=1e-4)
-    events: list[str] = []
-    for bucket in reducer.buckets:
-        start = bucket.launch
-        bucket.launch = lambda start=start: (events.append("all-reduce"), start())[1]  # type: ignore[method-assign]
-    for layer in model:
-        layer.register_full_backward_hook(lambda *_: events.append("gradient"))
-    reducer.zero_grad()
-    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
-    events.append("backward is over")
-    reducer.reduce()
-    return events
-
-
-def test_all_reduces_start_during_the_backward_pass() -> None:
-    events = on_ranks({"replicate": 2}, record_events)[0]
-    before = events[: events.index("backward is over")]
-    assert before.count("all-reduce") >= 3
-    assert before.index("all-reduce") < len(before) - 1 - before[::-1].index("gradient")
-
-
 class Sometimes(nn.Module):
     """A network that uses its second layer on the first rank only."""
 

@@ -97,7 +97,7 @@ KINDS = ("mixtral", "deepseek", "gpt-oss", "collapsed")
 
 @pytest.mark.parametrize(("axes", "cases"), [
     ({"replicate": 2}, cases(2, *KINDS) + cases(1, "mixtral", "deepseek")),
-    ({"replicate": 4}, cases(4, *KINDS, "capacity") + cases(2, *KINDS, "capacity") + cases(2, "gpt-oss", shard="optimizer")
+    ({"replicate": 4}, cases(4, *KINDS, "capacity") + cases(2, "deepseek", "capacity") + cases(2, "gpt-oss", shard="optimizer")
      + cases(2, "mixtral", optimizer="lamb") + cases(2, *KINDS, shard="weights") + cases(4, "gpt-oss", shard="weights")),
     ({"tensor": 2}, cases(1, *KINDS)),
     ({"replicate": 2, "tensor": 2}, cases(2, *KINDS) + cases(1, "gpt-oss")),

@@ -60,8 +60,9 @@ def test_experts_over_replicas_equal_one_rank(axes: dict[str, int]) -> None:
 
 def test_a_checkpoint_is_resharded(tmp_path: Path) -> None:
     case = {"model": "tied", "layers": 4}
-    meshes = [{"pipeline": 2, "tensor": 2}, {}, {"pipeline": 4}, {"context": 2, "tensor": 2}]
-    check_reshard([(axes, case) for axes in meshes], tmp_path)
+    meshes = [{"pipeline": 2, "tensor": 2}, {}, {"context": 4}, {"context": 2, "tensor": 2}]
+    layouts = [*((axes, case) for axes in meshes), ({"replicate": 2, "context": 2}, case | {"shard": "optimizer"})]
+    check_reshard(layouts, tmp_path)
 
 
 def load_shards(mesh: Mesh) -> Shards:

@@ -72,18 +72,6 @@ def test_sharded_features_equal_direct_and_mapped_ones(axes: dict[str, int], tmp
         assert sharded == on_ranks(axes, read_batches, folder, mode, pad)
 
 
-def read_papers(mesh: Mesh, folder: Path) -> list[list[int]]:
-    graph = Graph(folder)
-    with Loader(Papers(graph, Features(graph), "train", 3, (4, 3, 2)), 4, mesh, name="t") as loader:
-        return [batch.papers.tolist() for batch in loader.epoch(0)]
-
-
-def test_any_number_of_ranks_trains_on_the_same_subgraphs(tmp_path: Path) -> None:
-    folder = write_reference_graph(tmp_path / "g")
-    alone, *others = ([sum(batches, []) for batches in zip(*on_ranks({"replicate": n}, read_papers, folder))] for n in (1, 2, 4))
-    assert others == [alone, alone] and len(alone) == 3
-
-
 def test_a_shard_that_does_not_fit_names_the_ranks_that_hold_it() -> None:
     axis = Axis("replicate", 4)
     check_shard_fits("f", 4 * 10**9, 10**9, axis, "x")

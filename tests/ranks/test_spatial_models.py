@@ -9,7 +9,8 @@ import torch
 
 from hpcai.dist.launch import single_process
 from hpcai.dist.mesh import Mesh
-from hpcai.models import cosmoflow, deepcam, resnet, unet3d
+from hpcai.errors import MeshError
+from hpcai.models import cosmoflow, deepcam, retinanet, unet3d
 from hpcai.parallel.spatial import SpatialPartition
 from hpcai.settings import StepConfig
 from hpcai.train import rng
@@ -17,7 +18,7 @@ from hpcai.train.metrics import MetricSums
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
-STEPS, SAMPLES = 2, 4
+STEPS = SAMPLES = 2
 CFG = StepConfig(optimizer="sgd", lr=0.05, precision="fp64", nesterov=True)
 
 
@@ -83,19 +84,36 @@ class Cam:
         return deepcam.score(model, self.batch(99, mesh, slice(None)))
 
 
-class Res:
-    cfg = resnet.ResNetConfig(layers=(1, 1, 1, 1), base_width=4, size=40, resize=40, num_classes=3)
-    package: Any = resnet
+class Retina:
+    """Each image is padded on its own; scores are all detections."""
+
+    cfg = retinanet.RetinaNetConfig(
+        layers=(1, 1, 1, 1), base_width=4, groups=2, width_per_group=32, fpn_channels=8, head_norm_groups=2, num_classes=3,
+        size=(96, 64), candidates=40, detections=20, score_threshold=0.005, trainable_layers=4, resize="shorter",
+    )  # fmt: skip
+    package: Any = retinanet
 
     def model(self, mesh: Mesh) -> Any:
-        return resnet.parallelize(resnet.ResNet(self.cfg), mesh, mesh["replicate"].size)
+        return retinanet.parallelize(retinanet.RetinaNet(self.cfg), mesh, size=(96, 64))
 
     def batch(self, step: int, mesh: Mesh, samples: slice) -> Any:
-        image = torch.randint(0, 256, (SAMPLES, 40, 40, 3), generator=generator(step), dtype=torch.uint8)
-        return resnet.Batch(image[samples], torch.randint(0, 3, (SAMPLES,), generator=generator(step))[samples])
+        image = torch.randint(0, 256, (SAMPLES, 96, 64, 3), generator=generator(step), dtype=torch.uint8)
+        corner, extent = (torch.rand(SAMPLES, 5, 2, generator=generator(step + n), dtype=torch.float64) for n in (1, 2))
+        boxes = torch.cat((40 * corner, 40 * corner + 4 + 20 * extent), 2)
+        boxes[..., 1::2] *= 1.4
+        labels, within = torch.tensor([[0, 1, 2, 1, -1], [2, 0, -1, -1, -1]]), torch.tensor([[96, 64], [80, 64]])
+        image = image[(slice(None), *SpatialPartition.from_mesh(mesh, 2).local_slices((96, 64)))]
+        original = torch.tensor([[48, 128], [80, 64]])
+        return retinanet.Batch(*(x[samples] for x in (image, boxes, labels, within, original, torch.arange(SAMPLES))))
 
     def score(self, model: Any, mesh: Mesh) -> Any:
-        return resnet.score(model, self.batch(99, mesh, slice(None)))
+        rows = retinanet.detections(model, self.batch(99, mesh, slice(None)))["detections"]
+        assert (rows[..., 5] >= 0).sum(1).min() > 5
+        return {str(number): value for number, value in enumerate(rows.flatten())}
+
+
+class Fixed(Retina):
+    cfg = Retina.cfg.model_copy(update={"resize": "fixed"})
 
 
 def train_model(mesh: Mesh, kind: Any, cfg: StepConfig = CFG) -> tuple[list[float], dict[str, Any], dict[str, float]]:
@@ -125,7 +143,7 @@ def train_unsharded(kind: Any) -> tuple[list[float], dict[str, Any], dict[str, f
 MESHES = [
     (Unet, {"depth": 4}), (Unet, {"depth": 2, "height": 2}), (Unet, {"replicate": 2, "depth": 2}), (Cosmo, {"depth": 4}),
     (Cosmo, {"depth": 2, "height": 2}), (Cam, {"height": 4}), (Cam, {"replicate": 2, "height": 2}),
-    (Res, {"replicate": 2}), (Res, {"replicate": 4}),
+    (Retina, {"height": 2}), (Fixed, {"height": 4}), (Retina, {"replicate": 2}), (Retina, {"replicate": 2, "height": 2}),
 ]  # fmt: skip
 
 
@@ -171,3 +189,12 @@ def test_dropout_of_a_sharded_model_is_that_of_one_process_per_replica(axes: dic
         for name in replicas[0][1]:
             expected = sum(each[name] for _, each in replicas) / len(replicas)
             np.testing.assert_allclose(gradients[name], expected, rtol=1e-8, atol=1e-12, err_msg=name)
+
+
+def mismatch(mesh: Mesh) -> None:
+    with pytest.raises(MeshError, match=r"\(96, 60\), expected multiples of 32"):
+        retinanet.parallelize(retinanet.RetinaNet(Retina.cfg), mesh, size=(96, 60))
+
+
+def test_an_image_that_cannot_be_sharded_is_refused() -> None:
+    on_ranks({"height": 2}, mismatch)

@@ -43,30 +43,25 @@ def make_batches(lengths: list[int]) -> tuple[Batch, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(("lengths", "bound"), [(MIXED, 1.8), ([WIDTH] * 3, 1.0)], ids=["mixed", "equal"])
 def test_packed_rows_are_faster_than_padded_ones(lengths: list[int], bound: float, dropout: float) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: its BERT is NOT compared")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        cfg = transformers.BertConfig(
-            vocab_size=VOCABULARY, hidden_size=1024, num_hidden_layers=2, num_attention_heads=16, intermediate_size=4096,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        )  # fmt: skip
-        peer, ours = transformers.BertForPreTraining(cfg).train(), Bert(BertConfig(
-            vocabulary=VOCABULARY, layers=2, dropout=dropout, attention_dropout=dropout
-        ))  # fmt: skip
-        state = {name: tensor for name, tensor in peer.state_dict().items() if ".decoder." not in name}
-        ours.load_state_dict({**state, "cls.predictions.weight": state["bert.embeddings.word_embeddings.weight"]})
-        batch, padded = make_batches(lengths)
+    cfg = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=1024, num_hidden_layers=2, num_attention_heads=16, intermediate_size=4096,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    peer, ours = transformers.BertForPreTraining(cfg).train(), Bert(BertConfig(
+        vocabulary=VOCABULARY, layers=2, dropout=dropout, attention_dropout=dropout
+    ))  # fmt: skip
+    state = {name: tensor for name, tensor in peer.state_dict().items() if ".decoder." not in name}
+    ours.load_state_dict({**state, "cls.predictions.weight": state["bert.embeddings.word_embeddings.weight"]})
+    batch, padded = make_batches(lengths)
 
-        def step(model: Any) -> tuple[float, float]:
-            start = time.process_time()
-            model.zero_grad()
-            value = peer(**padded).loss if model is peer else loss(ours.train(), batch)["loss"]
-            value.backward()
-            return time.process_time() - start, value.item()
+    def step(model: Any) -> tuple[float, float]:
+        start = time.process_time()
+        model.zero_grad()
+        value = peer(**padded).loss if model is peer else loss(ours.train(), batch)["loss"]
+        value.backward()
+        return time.process_time() - start, value.item()
 
-        first, *rest = [[step(model) for model in (peer, ours)] for _ in range(7)]
-    finally:
-        torch.set_num_threads(threads)
+    first, *rest = [[step(model) for model in (peer, ours)] for _ in range(7)]
     assert first[0][1] == pytest.approx(first[1][1], rel=1e-5 if not dropout else 0.1)
     theirs, own = (median(pair[which][0] for pair in rest) for which in (0, 1))
     print(f"transformers {theirs:.2f} s, ours {own:.2f} s: {theirs / own:.2f}")

@@ -31,34 +31,29 @@ def make_batches(rows: tuple[int, ...], count: int) -> list[Batch]:
 
 
 def test_a_step_is_faster_than_with_dense_gradients() -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        cfg, batches = DLRMConfig(rows=SMALL, **SIZES), make_batches(SMALL, 8)
-        torch.manual_seed(0)
-        ours = DLRM(cfg)
-        peer = with_torch_bags(DLRM(cfg))
-        for layer, table in zip(peer.embedding.layers, ours.embedding.tables):
-            layer.weight.data.copy_(table.weight)
-        peer.load_state_dict({k: v for k, v in ours.state_dict().items() if not k.startswith("embedding")}, strict=False)
-        step = train.Step(ours, loss, train.StepConfig(optimizer="adagrad", lr=4e-3, eps=1e-8), dist.single_process())
-        optimizer = torch.optim.Adagrad(peer.parameters(), 4e-3, eps=1e-8)
+    cfg, batches = DLRMConfig(rows=SMALL, **SIZES), make_batches(SMALL, 8)
+    torch.manual_seed(0)
+    ours = DLRM(cfg)
+    peer = with_torch_bags(DLRM(cfg))
+    for layer, table in zip(peer.embedding.layers, ours.embedding.tables):
+        layer.weight.data.copy_(table.weight)
+    peer.load_state_dict({k: v for k, v in ours.state_dict().items() if not k.startswith("embedding")}, strict=False)
+    step = train.Step(ours, loss, train.StepConfig(optimizer="adagrad", lr=4e-3, eps=1e-8), dist.single_process())
+    optimizer = torch.optim.Adagrad(peer.parameters(), 4e-3, eps=1e-8)
 
-        def peer_step(batch: Batch) -> torch.Tensor:
-            optimizer.zero_grad()
-            value: torch.Tensor = loss(peer, batch)["loss"]
-            value.backward()
-            optimizer.step()
-            return value
+    def peer_step(batch: Batch) -> torch.Tensor:
+        optimizer.zero_grad()
+        value: torch.Tensor = loss(peer, batch)["loss"]
+        value.backward()
+        optimizer.step()
+        return value
 
-        def measure(run: Any, batch: Batch) -> tuple[float, float]:
-            start = time.process_time()
-            value = run(batch)
-            return time.process_time() - start, value.item()
+    def measure(run: Any, batch: Batch) -> tuple[float, float]:
+        start = time.process_time()
+        value = run(batch)
+        return time.process_time() - start, value.item()
 
-        pairs = [[measure(run, batch) for run in (peer_step, lambda some: step(some, 4e-3)["loss"])] for batch in batches]
-    finally:
-        torch.set_num_threads(threads)
+    pairs = [[measure(run, batch) for run in (peer_step, lambda some: step(some, 4e-3)["loss"])] for batch in batches]
     for (_, theirs), (_, own) in pairs:
         assert own == pytest.approx(theirs, rel=1e-4)
     theirs, own = (median(pair[which][0] for pair in pairs[1:]) for which in (0, 1))

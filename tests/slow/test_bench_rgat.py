@@ -36,47 +36,43 @@ def neighbor_loader(graph: Graph, x: dict[str, torch.Tensor], steps: int) -> Any
 
 
 def test_a_step_is_faster_than_pyg() -> None:
-    threads, steps = torch.get_num_threads(), 4
-    torch.set_num_threads(1)
-    try:
-        graph = Graph(random_graph(CFG, NODES))
-        random, x = np.random.default_rng(0), {}
-        for kind, count in graph.nodes.items():
-            values = np.memmap(graph.path(f"features/{kind}"), "<f2", "r+", shape=(count, CFG.inputs))
-            values[:] = random.standard_normal((64, CFG.inputs), np.float32)[np.arange(count) % 64]
-            x[kind] = torch.from_numpy(values)
-        batches = neighbor_loader(graph, x, steps)
-        papers = Papers(graph, Features(graph), "train", PAPERS, FAN_OUT)
-        torch.manual_seed(0)
-        ours, peer = RGAT(CFG), PyGModel(CFG)
-        peer.load_state_dict(ours.state_dict())
+    steps = 4
+    graph = Graph(random_graph(CFG, NODES))
+    random, x = np.random.default_rng(0), {}
+    for kind, count in graph.nodes.items():
+        values = np.memmap(graph.path(f"features/{kind}"), "<f2", "r+", shape=(count, CFG.inputs))
+        values[:] = random.standard_normal((64, CFG.inputs), np.float32)[np.arange(count) % 64]
+        x[kind] = torch.from_numpy(values)
+    batches = neighbor_loader(graph, x, steps)
+    papers = Papers(graph, Features(graph), "train", PAPERS, FAN_OUT)
+    torch.manual_seed(0)
+    ours, peer = RGAT(CFG), PyGModel(CFG)
+    peer.load_state_dict(ours.state_dict())
 
-        def sample(number: int) -> Batch:
-            return papers.collate([papers.sample(number, 0)])
+    def sample(number: int) -> Batch:
+        return papers.collate([papers.sample(number, 0)])
 
-        def own_step(number: int) -> Any:
-            return loss(ours, sample(number))["loss"]
+    def own_step(number: int) -> Any:
+        return loss(ours, sample(number))["loss"]
 
-        def peer_step(number: int) -> Any:
-            if batches is None:
-                return loss(peer, sample(number))["loss"]
-            batch = next(batches)
-            edges = {"___".join(name): (edge,) for name, edge in batch.edge_index_dict.items()}
-            labels = batch["paper"].y[:PAPERS]
-            logits = peer(Batch({kind: (values,) for kind, values in batch.x_dict.items()}, edges, labels, labels))
-            return F.cross_entropy(logits, labels)
+    def peer_step(number: int) -> Any:
+        if batches is None:
+            return loss(peer, sample(number))["loss"]
+        batch = next(batches)
+        edges = {"___".join(name): (edge,) for name, edge in batch.edge_index_dict.items()}
+        labels = batch["paper"].y[:PAPERS]
+        logits = peer(Batch({kind: (values,) for kind, values in batch.x_dict.items()}, edges, labels, labels))
+        return F.cross_entropy(logits, labels)
 
-        def measure(step: Any, number: int) -> tuple[float, float]:
-            start = time.process_time()
-            ours.zero_grad()
-            peer.zero_grad()
-            value = step(number)
-            value.backward()
-            return time.process_time() - start, value.item()
+    def measure(step: Any, number: int) -> tuple[float, float]:
+        start = time.process_time()
+        ours.zero_grad()
+        peer.zero_grad()
+        value = step(number)
+        value.backward()
+        return time.process_time() - start, value.item()
 
-        first, *rest = [[measure(step, number) for step in (peer_step, own_step)] for number in range(steps)]
-    finally:
-        torch.set_num_threads(threads)
+    first, *rest = [[measure(step, number) for step in (peer_step, own_step)] for number in range(steps)]
     assert first[0][1] == pytest.approx(first[1][1], rel=0.2), "other papers, the same weights"
     theirs, own = (median(pair[which][0] for pair in rest) for which in (0, 1))
     sampler = "our sub-graphs for both" if batches is None else "its NeighborLoader"

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -496,11 +495,3 @@ def test_command_errors(source: Path, target: Path, capsys: pytest.CaptureFixtur
     assert list(target.iterdir()) == []
     assert hpcai(["data", "stage", str(source), str(source)]) == 2
     assert capsys.readouterr().err.startswith("hpcai data stage: ")
-
-
-def test_bar_on_a_terminal(source: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    assert hpcai(["data", "stage", str(source), str(target)]) == 0
-    out, err = capsys.readouterr()
-    assert out.count("\n") == 1 and "stage" in err and "\x1b[" in err
