@@ -55,7 +55,6 @@ def accept(folder: Path, *args: str, path: Path | None = None) -> tuple[int, str
     return result.returncode, result.stdout, {case["display_name"].split()[0]: case["fail_reason"] or "" for case in cases}
 
 
-@pytest.mark.claim
 @pytest.mark.slow
 def test_a_slow_rank_and_a_wrong_number_are_named(tmp_path: Path) -> None:
     (tmp_path / "faults").mkdir()
