@@ -36,14 +36,11 @@ class Config(RunConfig):
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
     step: StepConfig = StepConfig(
-        optimizer="sgd",
-        lr=1e-3,
-        momentum=0.9,
-        decay_names=("dense1.weight", "dense2.weight"),
+        optimizer="sgd", lr=1e-3, momentum=0.9, decay_names=("dense1.weight", "dense2.weight"),
         schedule=ScheduleConfig(
             warmup=4, start=1e-3, decay="steps", decay_at=(32, 64), decay_to=(0.25, 0.125), held=True, late=True
         ),
-    )
+    )  # fmt: skip
     train: TrainConfig = TrainConfig(epochs=128, metric="mae", target=0.124)
     report: ReportConfig = ReportConfig(directory=Path("runs/cosmoflow"))
 
