@@ -47,8 +47,6 @@ class Config(RunConfig):
     @model_validator(mode="after")
     def _one_regulariser(self) -> Self:
         if self.step.weight_decay and self.model.dropout:
-            raise ValueError(
-                f"step.weight_decay is {self.step.weight_decay:g} and model.dropout {self.model.dropout:g}; "
-                "the MLPerf HPC rules allow one of them: set the other to 0"
-            )
+            advice = "the MLPerf HPC rules allow one of them: set the other to 0"
+            raise ValueError(f"step.weight_decay is {self.step.weight_decay:g} and model.dropout {self.model.dropout:g}; {advice}")
         return self

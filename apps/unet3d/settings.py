@@ -79,8 +79,6 @@ class Config(settings.RunConfig):
         if self.data.reader == "gds":
             raise ValueError("data.reader is gds, but crops are flipped on the CPU; set another, such as auto or direct")
         if self.data.window_group > 1 and self.train.evaluate == "background":
-            raise ValueError(
-                f"data.window_group is {self.data.window_group} and train.evaluate background: replicas that divide windows wait "
-                "for each other; set one of them to 1 or wait"
-            )
+            found = f"data.window_group is {self.data.window_group} and train.evaluate background"
+            raise ValueError(f"{found}: replicas that divide windows wait for each other; set one of them to 1 or wait")
         return self

@@ -298,7 +298,7 @@ def swap_classes(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Mod
             module.__class__ = classes[type(module)]
 
 
-def plain_form(model: nn.Module, enabled: Enabled, kernels: Mapping[Any, Any], contiguous: Mapping[Any, Any]) -> nn.Module:
+def plain_form(model: Any, enabled: Enabled, kernels: Mapping[Any, Any], contiguous: Mapping[Any, Any]) -> nn.Module:
     """Swap the classes of ``model`` for each of the switches kernels and channels-last that is not enabled, and return it."""
     if "kernels" not in enabled:
         swap_classes(model, kernels)

@@ -66,9 +66,8 @@ def find_site(name: str) -> Site:
     try:
         return read_site(file.stem, file.read_text(), str(file))
     except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(
-            f"{file}: cannot be read ({problem}); expected a site file like {template_folder() / 'sites/generic.sh'}"
-        ) from None
+        expected = f"a site file like {template_folder() / 'sites/generic.sh'}"
+        raise ConfigError(f"{file}: cannot be read ({problem}); expected {expected}") from None
 
 
 def read_site(name: str, text: str, where: str) -> Site:

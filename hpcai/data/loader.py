@@ -126,10 +126,8 @@ class Loader(AbstractContextManager["Loader"]):
         name, replicas, samples = self.name, self.replicas.size, self.sampler.samples
         divisor = replicas * accumulate
         if self.last_batch != "keep" and batch % divisor:
-            raise DataError(
-                f"{name}: a batch of {batch} samples does not divide by {replicas} replicas x {accumulate} micro-batches; "
-                f"give a multiple of {divisor}"
-            )
+            found = f"{name}: a batch of {batch} samples does not divide by {replicas} replicas x {accumulate} micro-batches"
+            raise DataError(f"{found}; give a multiple of {divisor}")
         if not len(self.source) or not samples:
             raise DataError(f"{name}: there is no sample; make some data first")
         if self.last_batch == "drop" and samples < batch:

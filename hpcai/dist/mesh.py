@@ -200,10 +200,8 @@ class Mesh:
         processes that only evaluate then get two axes of size 1."""
         axis = self[name]
         if axis.size % within and self.trains:
-            raise MeshError(
-                f"mesh.{name} has {axis.size} ranks, which do not divide into groups of {within}; "
-                f"set {setting} to a divisor of {axis.size}"
-            )
+            advice = f"set {setting} to a divisor of {axis.size}"
+            raise MeshError(f"mesh.{name} has {axis.size} ranks, which do not divide into groups of {within}; {advice}")
         if within in (1, axis.size):
             single = Axis(f"{name} alone", parent=name)
             return (axis, single) if within == 1 else (single, axis)

@@ -134,10 +134,8 @@ class Pipeline:
         from torch.distributed import fsdp, pipelining
 
         if self.schedule.startswith("zero") and isinstance(self.model, fsdp.FSDPModule):
-            raise ConfigError(
-                f"step.shard is weights, but {self.schedule} needs weights after the backward pass that frees them; set "
-                "step.shard=optimizer, or choose the schedule 1f1b or gpipe"
-            )
+            found = f"step.shard is weights, but {self.schedule} needs weights after the backward pass that frees them"
+            raise ConfigError(f"{found}; set step.shard=optimizer, or choose the schedule 1f1b or gpipe")
         name = _SCHEDULES[self.schedule][self.count > self.axis.size]
         stages = [
             pipelining.PipelineStage(

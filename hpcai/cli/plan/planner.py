@@ -250,10 +250,8 @@ class Planner:
                 return fit._replace(memory_savings=memory_savings)
             if fit.held > _USABLE_MEMORY * machine.capacity:
                 break
-        raise InfeasibleError(
-            f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}; "
-            "split samples further"
-        )
+        found = f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}"
+        raise InfeasibleError(f"{found}; split samples further")
 
     def plan_step(
         self, gpus: int, ways: int, batch: int, machine: Machine, overrides: Overrides = (), choices: Sequence[Overrides] = (),

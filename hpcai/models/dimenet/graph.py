@@ -98,10 +98,8 @@ def check_structure(structure: Structure, cfg: DimeNetConfig, where: str = "a st
     if not isinstance(structure, Structure):
         raise DataError(f"{where}: is {type(structure).__name__}, expected a Structure from hpcai.models.dimenet.build_structure")
     if (structure.cutoff, structure.most) != (cfg.cutoff, cfg.most):
-        raise DataError(
-            f"{where} has neighbours within {structure.cutoff:g} angstrom, {structure.most} at most; the model expects "
-            f"{cfg.cutoff:g} and {cfg.most}: build_structure(..., cutoff={cfg.cutoff:g}, most={cfg.most})"
-        )
+        advice = f"the model expects {cfg.cutoff:g} and {cfg.most}: build_structure(..., cutoff={cfg.cutoff:g}, most={cfg.most})"
+        raise DataError(f"{where} has neighbours within {structure.cutoff:g} angstrom, {structure.most} at most; {advice}")
     largest = int(structure.numbers.max())
     if largest >= cfg.elements:
         raise DataError(f"{where} has an atom of element {largest}; the model has embeddings up to {cfg.elements - 1}")
