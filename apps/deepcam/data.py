@@ -59,9 +59,9 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     rows = open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)
     height, width = rows.shapes["fields"][:2]
     if height % STRIDE or width % STRIDE or rows.shapes["mask"] != (height, width):
-        actual = f"maps of {height} x {width} pixels with masks of {' x '.join(map(str, rows.shapes['mask']))}"
-        found = f"{rows.folder}: holds {actual}; expected equal sizes, multiples of {STRIDE}, the network's output stride"
-        raise DataError(f"{found}; crop the maps before they are converted, or simulate others")
+        fault = f"maps of {height} x {width} pixels with masks of {' x '.join(map(str, rows.shapes['mask']))}"
+        fault = f"{rows.folder}: holds {fault}; expected equal sizes, multiples of {STRIDE}, the network's output stride"
+        raise DataError(f"{fault}; crop the maps before they are converted, or simulate others")
     names = rows.metadata.get("variables")
     if names is not None and tuple(names) != cfg.model.variables:
         raise DataError(f"{rows.folder}: has the variables {names}, but model.variables is {list(cfg.model.variables)}")

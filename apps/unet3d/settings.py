@@ -79,6 +79,6 @@ class Config(settings.RunConfig):
         if self.data.reader == "gds":
             raise ValueError("data.reader is gds, but crops are flipped on the CPU; set another, such as auto or direct")
         if self.data.window_group > 1 and self.train.evaluate == "background":
-            found = f"data.window_group is {self.data.window_group} and train.evaluate background"
-            raise ValueError(f"{found}: replicas that divide windows wait for each other; set one of them to 1 or wait")
+            fault = f"data.window_group is {self.data.window_group} and train.evaluate background"
+            raise ValueError(f"{fault}: replicas that divide windows wait for each other; set one of them to 1 or wait")
         return self

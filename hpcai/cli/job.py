@@ -345,8 +345,8 @@ def check_paths(job: Job) -> list[str]:
     local = [os.path.expandvars(place) for place in job.site.facts.get("local", "").split()]
     node_local = next((place for place in local if job.directory.resolve().is_relative_to(place)), None)
     if node_local and not args.any_directory:
-        found = f"report.directory {job.directory}: {node_local} is node-local, where no other node finds the checkpoints"
-        problems.append(f"{found}; name a folder that all nodes see, or give --any-directory if they do see it")
+        fault = f"report.directory {job.directory}: {node_local} is node-local, where no other node finds the checkpoints"
+        problems.append(f"{fault}; name a folder that all nodes see, or give --any-directory if they do see it")
     source = getattr(job.settings.data, "directory", None)
     if source is not None and not Path(source).exists():
         problems.append(f"data.directory {source} does not exist; make it or name another (hpcai data check validates one)")

@@ -115,9 +115,8 @@ def render(site: Site, options: Iterable[str], lines: Sequence[str], command: st
     before, after = body.split(_SITE_MARK)
     after = after[after.index("set -u\n") :]
     shell_lines, command = "\n".join(lines) + "\n", command.replace("\n", " ")
-    return "\n".join(
-        [first, f"# {command}", *(prefix + option for option in named.values()), "", shell_lines + before + site.lines + after]
-    )
+    opening = [first, f"# {command}", *(prefix + option for option in named.values())]
+    return "\n".join([*opening, "", shell_lines + before + site.lines + after])
 
 
 def assign(name: str, value: str) -> str:

@@ -159,9 +159,9 @@ def _init_mpi(info: RankInfo) -> tuple[RankInfo, Any]:
                     communicator.Set_errhandler(MPI.ERRORS_RETURN)
                 atexit.register(_call_mpi, MPI, "MPI_Finalize")
     except (ImportError, RuntimeError) as error:
-        found = f"{info.launcher} started this process as rank {info.rank}, but MPI cannot be loaded: {error}"
+        fault = f"{info.launcher} started this process as rank {info.rank}, but MPI cannot be loaded: {error}"
         advice = "set MPI4PY_LIBMPI to the libmpi.so that belongs to the launcher, or install one (pip install mpich)"
-        raise _MPIError(f"{found}; {advice}") from error
+        raise _MPIError(f"{fault}; {advice}") from error
     comm = MPI.COMM_WORLD
     expected = info.world or info.local_world or 1
     if comm.size < expected or (info.world, info.rank) not in ((comm.size, comm.rank), (None, comm.rank)):

@@ -250,8 +250,8 @@ class Checkpoints:
         ``messages``; the next ``save`` renames them to ``damaged-...``."""
         if self.cfg.resume == "never":
             if broadcast_object(bool(self.paths()), self.mesh.peers):
-                found = f"{self.directory} holds checkpoints of an earlier run, and checkpoint.resume is never"
-                raise CheckpointError(f"{found}; choose another report.directory, remove them, or set checkpoint.resume=auto")
+                fault = f"{self.directory} holds checkpoints of an earlier run, and checkpoint.resume is never"
+                raise CheckpointError(f"{fault}; choose another report.directory, remove them, or set checkpoint.resume=auto")
             return None
         if self.mesh.is_first and self.directory.is_dir():
             self.messages += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]

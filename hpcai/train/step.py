@@ -360,8 +360,8 @@ def _get_loss(values: dict[str, Value]) -> Value:
         expected = "a scalar tensor named 'loss' among them, or (sum, count)"
         raise ConfigError(f"the loss function returned {sorted(values)}{kind}; expected {expected}")
     if wrong := sorted(name for name, value in values.items() if has_finish(value)):
-        found = f"the loss function returned {', '.join(wrong)} as (sums, finish), which an evaluation can report, but no step"
-        raise ConfigError(f"{found}; return a mean or (sum, count), or move it to the metric")
+        fault = f"the loss function returned {', '.join(wrong)} as (sums, finish), which an evaluation can report, but no step"
+        raise ConfigError(f"{fault}; return a mean or (sum, count), or move it to the metric")
     return loss  # type: ignore[return-value]
 
 

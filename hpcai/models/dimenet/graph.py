@@ -88,9 +88,8 @@ def _build_structure(z: Any, r: Any, cell: Any, periodic: Any, cutoff: float, mo
     if not len(edges.centre):
         raise DataError(f"{where}: no atom has a neighbour within {cutoff:g} angstrom; expected at least one; check the units")
     shift: NDArray[np.float64] = edges.offset.astype(np.float64) @ np.where(periodic[:, None], cell, 0.0)
-    return Structure(
-        r, z, edges.centre, edges.neighbour, shift, find_reverse_edges(edges, len(z)), cutoff, most, np.asarray(cell), periodic,
-    )  # fmt: skip
+    reverse = find_reverse_edges(edges, len(z))
+    return Structure(r, z, edges.centre, edges.neighbour, shift, reverse, cutoff, most, np.asarray(cell), periodic)
 
 
 def check_structure(structure: Structure, cfg: DimeNetConfig, where: str = "a structure") -> None:

@@ -225,9 +225,8 @@ def generate(
     """
     check_prompts(prompts, model.cfg.vocabulary, model.cfg.max_length)
     seeds = [seed + n for n in range(len(prompts))] if isinstance(seed, int) else seed
-    return Generation(
-        model, prompts, cfg or SamplingConfig(), stop, seeds, vocab_size, gathered.active_pipeline(model, pipeline), capture, graph
-    )
+    pipeline = gathered.active_pipeline(model, pipeline)
+    return Generation(model, prompts, cfg or SamplingConfig(), stop, seeds, vocab_size, pipeline, capture, graph)
 
 
 def complete(

@@ -98,8 +98,8 @@ def _check_inputs(where: str, aatype: Array, alignment: Alignment) -> None:
     if msa.ndim != 2 or not len(msa):
         raise DataError(f"{where}: an alignment of shape {msa.shape}, expected rows [S, {len(aatype)}], at least the query")
     if msa.shape[1] != len(aatype) or deletions.shape != msa.shape:
-        found = f"{where}: an alignment of {msa.shape} with deletions of {deletions.shape} for {len(aatype)} residues"
-        raise DataError(f"{found}, expected as many columns; is it of another chain?")
+        fault = f"{where}: an alignment of {msa.shape} with deletions of {deletions.shape} for {len(aatype)} residues"
+        raise DataError(f"{fault}, expected as many columns; is it of another chain?")
     if msa.dtype.kind not in "iu" or msa.min() < 0 or msa.max() > GAP or deletions.min() < 0:
         raise DataError(
             f"{where}: letters {msa.dtype} from {msa.min()} to {msa.max()} and deletions from {deletions.min()} in the alignment; "
@@ -217,7 +217,7 @@ def collate(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
         for name, array in sample.items():
             first = samples[0][name]
             if (array.shape, array.dtype) != (first.shape, first.dtype):
-                found = f"{name}: {array.dtype} {array.shape} in sample {number} and {first.dtype} {first.shape} in sample 0"
-                raise DataError(f"{found}; expected the same crop, rows, templates and passes in all")
+                fault = f"{name}: {array.dtype} {array.shape} in sample {number} and {first.dtype} {first.shape} in sample 0"
+                raise DataError(f"{fault}; expected the same crop, rows, templates and passes in all")
     stacks = {name: np.stack([np.moveaxis(sample[name], -1, 0) for sample in samples], 1) for name in samples[0]}
     return {name: np.moveaxis(stack, 0, -1) for name, stack in stacks.items()}

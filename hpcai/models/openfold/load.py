@@ -191,8 +191,8 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
 def _check_names(names: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
     missing, unexpected = ([name for name in left if name not in right] for left, right in ((expected, names), (names, expected)))
     if missing or unexpected:
-        found = f"{_shorten(unexpected)} unexpected; pass the settings of these weights, or none, and a file of one form"
-        raise CheckpointError(f"{path}: weights by the names of {form!r} that do not fit: {_shorten(missing)} missing; {found}")
+        fault = f"{_shorten(unexpected)} unexpected; pass the settings of these weights, or none, and a file of one form"
+        raise CheckpointError(f"{path}: weights by the names of {form!r} that do not fit: {_shorten(missing)} missing; {fault}")
 
 
 def _merge_blocks(names: Iterable[str]) -> list[str]:

@@ -31,8 +31,8 @@ def _check(aatype: Any, positions: Any, mask: Any, where: str, most: int) -> tup
     aatype, positions, mask = np.asarray(aatype), np.asarray(positions, np.float32), np.asarray(mask, np.float32)
     shape = aatype.shape
     if not shape or mask.shape != (*shape, 37) or positions.shape != (*shape, 37, 3):
-        found = f"{where}: residue types {shape}, positions {positions.shape} and mask {mask.shape} do not fit together"
-        raise DataError(f"{found}; expected [..., N], [..., N, 37, 3] and [..., N, 37]")
+        fault = f"{where}: residue types {shape}, positions {positions.shape} and mask {mask.shape} do not fit together"
+        raise DataError(f"{fault}; expected [..., N], [..., N, 37, 3] and [..., N, 37]")
     _check_types(aatype, where, most)
     if not ((mask == 0) | (mask == 1)).all():
         raise DataError(f"{where}: the mask of atoms has values other than 0 and 1; expected 1 for atoms with a position")

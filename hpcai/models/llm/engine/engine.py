@@ -190,8 +190,8 @@ class Engine:
         self.max_length, self.device = model.cfg.max_length, self.target.device
         if draft is not None:
             if draft.cfg.vocabulary != model.cfg.vocabulary or self.pipeline is not None:
-                actual = f"a draft model of {draft.cfg.vocabulary} vocabulary entries, the model has {model.cfg.vocabulary}"
-                raise ConfigError(f"{actual}; expected as many, and no pipeline")
+                fault = f"a draft model of {draft.cfg.vocabulary} vocabulary entries, the model has {model.cfg.vocabulary}"
+                raise ConfigError(f"{fault}; expected as many, and no pipeline")
             self.max_length = min(self.max_length, draft.cfg.max_length)
         size, count, ahead = self.cfg.block_size, self._count_blocks(), self.cfg.num_speculative_tokens if draft else 0
         self.blocks = BlockPool(count)
@@ -232,8 +232,8 @@ class Engine:
         check_prompts([request.prompt], self.model.cfg.vocabulary, self.max_length, lambda _: named)
         longest = min(len(request.prompt) + request.cfg.most, self.max_length)
         if longest > (capacity := self.blocks.count * self.cfg.block_size):
-            actual = f"a text of {len(request.prompt)} tokens and {request.cfg.most} further ones does not fit into a cache of"
-            raise ConfigError(f"{actual} {capacity} tokens; set engine.cache_tokens to more, or most to less")
+            fault = f"a text of {len(request.prompt)} tokens and {request.cfg.most} further ones does not fit into a cache of"
+            raise ConfigError(f"{fault} {capacity} tokens; set engine.cache_tokens to more, or most to less")
         generator = torch.Generator().manual_seed(request.seed)
         request.uniforms = torch.rand(request.cfg.most, dtype=torch.float32, generator=generator).tolist()
         min(self.schedulers, key=lambda each: len(each.waiting) + len(each.running)).add(request)
@@ -411,6 +411,6 @@ class Engine:
             for axis in sorted(axes | ({self.pipeline.axis} if self.pipeline else set()), key=lambda axis: axis.name):
                 tokens = int(all_reduce_min(torch.tensor(tokens), axis))
         if tokens < size:
-            actual = f"a cache of {tokens} tokens is less than a block of {size} (engine.block_size)"
-            raise ConfigError(f"{actual}; set engine.cache_tokens to more")
+            fault = f"a cache of {tokens} tokens is less than a block of {size} (engine.block_size)"
+            raise ConfigError(f"{fault}; set engine.cache_tokens to more")
         return tokens // size
