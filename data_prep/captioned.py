@@ -143,7 +143,6 @@ def list_samples(shard: Shard, skip_bad: bool = False, sizes: bool = False) -> d
 
 
 def read_entries(path: Path, numbers: Sequence[int]) -> list[Entry]:
-    """Return some entries of a listing."""
     entries = store.read_json(path)["entries"]
     return [entries[number] for number in numbers]
 

@@ -130,7 +130,6 @@ class Recipe(Settings):
         return store.split_of(number, self.seed, self.validation, self.test)
 
     def numbers_by_split(self, count: int) -> dict[str, list[int]]:
-        """Return the numbers of the samples of each split."""
         splits = [self.split(number) for number in range(count)]
         return {split: [number for number, own in enumerate(splits) if own == split] for split in store.SPLITS}
 

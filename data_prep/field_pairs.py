@@ -101,7 +101,6 @@ class Pairs:
 
     @property
     def channels(self) -> dict[str, list[grids.Channel]]:
-        """Return the channels of each dataset."""
         low = {"low": (self.coarse or self.source).channels} if self.factor else {}
         return {"high": self.source.channels, **({"fine": self.source.inputs} if self.source.inputs else {}), **low}
 
@@ -116,9 +115,9 @@ class Pairs:
         for name, mask in self.masks.items():
             for channel, differs in zip(self.channels[name], np.isnan(fields[name]) != mask):
                 if differs.any():
-                    actual = f"{channel.name} has a value only in some samples in {differs.mean():.1%} of its cells"
+                    fault = f"{channel.name} has a value only in some samples in {differs.mean():.1%} of its cells"
                     advice = f"give one with --fill {channel.variable}=VALUE, or leave the variable out"
-                    raise DataError(f"{self.source.describe(index)}: {actual}; {advice}")
+                    raise DataError(f"{self.source.describe(index)}: {fault}; {advice}")
         return fields
 
 
@@ -198,8 +197,8 @@ def check_pair(source: grids.Source, coarse: grids.Source, chosen: bool) -> int:
         centres = ours.coordinates[: len(theirs.coordinates) * factor].reshape(-1, factor).mean(1)
         offset = np.abs(centres - theirs.coordinates).max() / np.diff(theirs.coordinates).mean()
         if offset > OFFSET and ours.units != "cells":
-            actual = f"along {theirs.name} its cells are {offset:.2f} cells off the centres of {factor} cells of {source.path}"
-            raise DataError(f"{coarse.path}: {actual}; interpolate it to them")
+            fault = f"along {theirs.name} its cells are {offset:.2f} cells off the centres of {factor} cells of {source.path}"
+            raise DataError(f"{coarse.path}: {fault}; interpolate it to them")
     return factor
 
 

@@ -98,7 +98,6 @@ class Recipe(command.Recipe):
         return np.zeros(0)
 
     def kind_header(self) -> dict[str, Any]:
-        """Return the header entries of this kind."""
         raise NotImplementedError
 
     @property

@@ -288,7 +288,6 @@ def convert_templates(selected: Sequence[ScannedChain], path: Path) -> None:
 
 
 def _read_hits(output: OutputFile) -> Iterator[Hits]:
-    """Yield the hits of each chain of the file."""
     rows, all_hits = iter(output.hit_rows), store.read_json(output.hits)["hits"] if output.hits else [[]] * len(output.chains)
     for hits in all_hits:
         _, probs, residue_maps = zip(*hits) if hits else ((), (), ())

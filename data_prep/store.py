@@ -458,10 +458,8 @@ def wait_for(missing: Sequence[Any], is_done: Callable[[Any], bool], name: Calla
         if len(remaining) < len(missing):
             last = time.monotonic()
         elif time.monotonic() - last > TIMEOUT:
-            raise DataError(
-                f"{name(remaining[0])}: not written, and no file came from another rank for {TIMEOUT:.0f} s; check whether a rank "
-                "ended early, then repeat the command: finished files are kept"
-            )
+            advice = "check whether a rank ended early, then repeat the command: finished files are kept"
+            raise DataError(f"{name(remaining[0])}: not written, and no file came from another rank for {TIMEOUT:.0f} s; {advice}")
         if rank_and_size()[0] == 0 and time.monotonic() - logged > 30:
             logged = time.monotonic()
             print(f"waiting for {len(remaining)} files of the other ranks", flush=True)

@@ -13,8 +13,6 @@ SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val_id", "val"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A source file."""
-
     path: Path
     name: str                                   # path relative to SOURCE
     systems: tuple[int | None, ...]             # of each frame

@@ -317,7 +317,6 @@ def format_decimal(count: float, *units: str) -> str:
 
 
 def format_energy(fields: Mapping[str, Any]) -> str:
-    """Format the fields of an `energy` event."""
     units = "J", "kJ", "MJ", "GJ"  # 3.6 MJ are one kWh
     kinds = [f"{name} {format_decimal(fields[key], *units)}" for name, key in
              (("GPUs", "gpu_joules"), ("processors", "cpu_joules"), ("memory", "memory_joules")) if key in fields]

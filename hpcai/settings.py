@@ -171,9 +171,8 @@ class ScheduleConfig(Settings):
     @model_validator(mode="after")
     def _steps_fit(self) -> Self:
         if len(self.decay_at) != len(self.decay_to):
-            raise ValueError(
-                f"decay_at has {len(self.decay_at)} entries and decay_to {len(self.decay_to)}; give one factor per epoch"
-            )
+            advice = "give one factor per epoch"
+            raise ValueError(f"decay_at has {len(self.decay_at)} entries and decay_to {len(self.decay_to)}; {advice}")
         if list(self.decay_at) != sorted(self.decay_at):
             raise ValueError(f"decay_at {list(self.decay_at)} must rise")
         if (self.decay == "steps") != bool(self.decay_at):

@@ -40,7 +40,6 @@ def motif_pattern(motif: str) -> re.Pattern[str]:
 
 
 def has_composition(sequence: str, composition: str) -> bool:
-    """Return whether a sequence has a composition."""
     if (match := _COMPOSITION.fullmatch(composition)) is None:
         raise DataError(f"composition {composition!r}: expected hydrophobic>=40%, charge>=+2 or charge<=-2, with any number")
     if match[1]:

@@ -50,14 +50,8 @@ class Config(RunConfig):
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
     step: StepConfig = StepConfig(
-        optimizer="lamb",
-        lr=9.6e-4,
-        betas=(0.60466, 0.85437),
-        eps=1e-6,
-        weight_decay=0.1,
-        decay_names=("*[!m].weight",),
-        clip=1.0,
+        optimizer="lamb", lr=9.6e-4, betas=(0.60466, 0.85437), eps=1e-6, weight_decay=0.1, decay_names=("*[!m].weight",), clip=1.0,
         schedule=ScheduleConfig(unit="steps", decay="linear", length=3680, from_zero=True),
-    )
+    )  # fmt: skip
     train: TrainConfig = TrainConfig(steps=3680, metric="mlm_accuracy", target=0.72, better="higher")
     report: ReportConfig = ReportConfig(directory=Path("runs/bert"))

@@ -85,10 +85,8 @@ def build_loader(source: Samples, batch: int, cfg: Config, mesh: Mesh, **kwargs:
 
 def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     model, data = cfg.model, cfg.data
-    remedy = (
-        f"make data with: {command_of('data_prep.cosmoflow')} simulate {data.directory} --size {model.size}, "
-        "or set data.directory, model.size and model.channels to those of existing data"
-    )
+    make = f"make data with: {command_of('data_prep.cosmoflow')} simulate {data.directory} --size {model.size}"
+    remedy = f"{make}, or set data.directory, model.size and model.channels to those of existing data"
     cube = (model.size,) * 3
     fields = {"counts": ("int16", (*cube, model.channels)), "target": ("float32", (len(model.parameters),))}
     return open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)

@@ -36,22 +36,17 @@ class Config(RunConfig):
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
     step: StepConfig = StepConfig(
-        optimizer="sgd",
-        lr=1e-3,
-        momentum=0.9,
-        decay_names=("dense1.weight", "dense2.weight"),
+        optimizer="sgd", lr=1e-3, momentum=0.9, decay_names=("dense1.weight", "dense2.weight"),
         schedule=ScheduleConfig(
             warmup=4, start=1e-3, decay="steps", decay_at=(32, 64), decay_to=(0.25, 0.125), held=True, late=True
         ),
-    )
+    )  # fmt: skip
     train: TrainConfig = TrainConfig(epochs=128, metric="mae", target=0.124)
     report: ReportConfig = ReportConfig(directory=Path("runs/cosmoflow"))
 
     @model_validator(mode="after")
     def _one_regulariser(self) -> Self:
         if self.step.weight_decay and self.model.dropout:
-            raise ValueError(
-                f"step.weight_decay is {self.step.weight_decay:g} and model.dropout {self.model.dropout:g}; "
-                "the MLPerf HPC rules allow one of them: set the other to 0"
-            )
+            advice = "the MLPerf HPC rules allow one of them: set the other to 0"
+            raise ValueError(f"step.weight_decay is {self.step.weight_decay:g} and model.dropout {self.model.dropout:g}; {advice}")
         return self

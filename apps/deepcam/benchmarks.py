@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from apps.deepcam.data import Maps, build_loader, open_rows
 from apps.deepcam.settings import Config
-from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, plain_form
 from hpcai.dist import Mesh
 from hpcai.dist.environment import read_rank_info
 from hpcai.models.deepcam import STRIDE, Batch, DeepCam, loss, parallelize, score
@@ -67,11 +66,8 @@ class Benchmark(Workload):
 
     def build(self, cfg: MapConfig, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= enabled else 1)
-        if "kernels" not in enabled:
-            swap_classes(model, {BatchNorm: ReferenceBatchNorm, Conv2d: _ReferenceConv, ConvTranspose2d: nn.ConvTranspose2d})
-        if "channels-last" not in enabled:
-            swap_classes(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
-        return model
+        classes = {BatchNorm: ReferenceBatchNorm, Conv2d: _ReferenceConv, ConvTranspose2d: nn.ConvTranspose2d}
+        return plain_form(model, enabled, classes, {DeepCam: _Contiguous})
 
     def random_sample(self, cfg: MapConfig, random: np.random.Generator) -> tuple[Any, ...]:
         fields = random.random((cfg.height, cfg.width, len(cfg.model.variables)), np.float32)

@@ -53,19 +53,15 @@ def build_loader(source: Samples, batch: int, cfg: Config, mesh: Mesh, **kwargs:
 
 def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data, count = cfg.data, len(cfg.model.variables)
-    remedy = (
-        f"make data with: {command_of('data_prep.deepcam')} simulate {data.directory}, "
-        "or set data.directory and model.variables to those of existing data"
-    )
+    make = f"make data with: {command_of('data_prep.deepcam')} simulate {data.directory}"
+    remedy = f"{make}, or set data.directory and model.variables to those of existing data"
     fields: Any = {"fields": ("float32", (None, None, count)), "mask": ("uint8", (None, None))}
     rows = open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)
     height, width = rows.shapes["fields"][:2]
     if height % STRIDE or width % STRIDE or rows.shapes["mask"] != (height, width):
-        actual = f"maps of {height} x {width} pixels with masks of {' x '.join(map(str, rows.shapes['mask']))}"
-        raise DataError(
-            f"{rows.folder}: holds {actual}; expected equal sizes, multiples of {STRIDE}, the network's output stride; "
-            "crop the maps before they are converted, or simulate others"
-        )
+        fault = f"maps of {height} x {width} pixels with masks of {' x '.join(map(str, rows.shapes['mask']))}"
+        fault = f"{rows.folder}: holds {fault}; expected equal sizes, multiples of {STRIDE}, the network's output stride"
+        raise DataError(f"{fault}; crop the maps before they are converted, or simulate others")
     names = rows.metadata.get("variables")
     if names is not None and tuple(names) != cfg.model.variables:
         raise DataError(f"{rows.folder}: has the variables {names}, but model.variables is {list(cfg.model.variables)}")

@@ -33,13 +33,8 @@ class Config(RunConfig):
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
     step: StepConfig = StepConfig(
-        optimizer="lamb",
-        lr=1.55e-3,
-        eps=1e-6,
-        weight_decay=0.01,
-        decay_names=("*",),
-        clip=1.0,
+        optimizer="lamb", lr=1.55e-3, eps=1e-6, weight_decay=0.01, decay_names=("*",), clip=1.0,
         schedule=ScheduleConfig(unit="steps", decay="cosine", length=9000, first_step=1, late=True, after_warmup=True),
-    )
+    )  # fmt: skip
     train: TrainConfig = TrainConfig(epochs=16, metric="iou", target=0.82, better="higher")
     report: ReportConfig = ReportConfig(directory=Path("runs/deepcam"))

@@ -67,10 +67,8 @@ class Clip:
     def __init__(self, folder: Path, device: torch.device) -> None:
         kind = read_object(folder / "config.json", _EXPECTED, ConfigError).get("model_type")
         if kind != "clip":
-            raise ConfigError(
-                f"{folder}: model_type is {kind!r}, without a joint embedding of images and texts; name a full "
-                "CLIP (model_type 'clip')"
-            )
+            advice = "name a full CLIP (model_type 'clip')"
+            raise ConfigError(f"{folder}: model_type is {kind!r}, without a joint embedding of images and texts; {advice}")
         preprocessor = read_object(folder / "preprocessor_config.json", _EXPECTED, ConfigError)
         with check_fields(folder / "preprocessor_config.json", "size, image_mean and image_std of three channels", DataError):
             size = preprocessor["size"]

@@ -6,30 +6,22 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.dlrm.data import (
-        build_loaders,
-        complete_model_config,
-        describe_plan,
-        numbered_predictions,
-        open_table,
-        plan_tables,
-        score,
-    )
+    from apps.dlrm import data
     from hpcai import dist, train
     from hpcai.models import dlrm
 
     cost = train.SampleCost({"events": cfg.data.rows})
     with dist.start(cfg.mesh) as mesh, train.Run("dlrm", cfg, mesh, BENCHMARK, cost) as run:
-        table = open_table(cfg)
-        model_cfg = complete_model_config(cfg.model, table)
-        plan = plan_tables(cfg, model_cfg, mesh)
+        table = data.open_table(cfg)
+        model_cfg = data.complete_model_config(cfg.model, table)
+        plan = data.plan_tables(cfg, model_cfg, mesh)
         with train.seeds(cfg.train.seed):
             model = dlrm.parallelize(dlrm.DLRM(model_cfg), mesh, plan)
-        with build_loaders(cfg, mesh, table, model) as (training, validation, pictures):
+        with data.build_loaders(cfg, mesh, table, model) as (training, validation, pictures):
             step = train.Step(model, dlrm.loss, cfg.step, mesh)
-            step.messages.append(describe_plan(plan, cfg.data.batch))
-            result = train.fit(step, training, cfg.train, validation=validation, evaluate=score, run=run)
-            run.finish(step, result, numbered_predictions, pictures, run.array_writer("events.npz", **table.truth()))
+            step.messages.append(data.describe_plan(plan, cfg.data.batch))
+            result = train.fit(step, training, cfg.train, validation=validation, evaluate=data.score, run=run)
+            run.finish(step, result, data.numbered_predictions, pictures, run.array_writer("events.npz", **table.truth()))
     raise SystemExit(result.exit_code)
 
 

@@ -53,10 +53,8 @@ def build_loaders(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     _check_folders(cfg, folders, metadata)
     identity = broadcast_from_first(lambda: Tokenizer.load(folders[0]).identity, mesh.peers)
     if identity != metadata[0].tokenizer:  # the run copies the tokenizer that lies beside the rows
-        raise DataError(
-            f"{folders[0] / CONTENT}: has tokenizer {identity[:12]}, {METADATA} names {metadata[0].tokenizer[:12]} for the rows; "
-            "copy that one there, or convert the rows again"
-        )
+        fault = f"{folders[0] / CONTENT}: has tokenizer {identity[:12]}, {METADATA} names {metadata[0].tokenizer[:12]} for the rows"
+        raise DataError(f"{fault}; copy that one there, or convert the rows again")
     parts = [Texts(open_rows(cfg, "train", mesh, f, m), m, data.documents, data.learn) for f, m in zip(folders, metadata)]
     has_validation = "validation" in metadata[0].splits
     validation = open_rows(cfg, "validation", mesh, folders[0], metadata[0]) if has_validation else None
@@ -139,10 +137,8 @@ def _check_folders(cfg: Config, folders: Sequence[Path], metadata: Sequence[Text
             if ours != theirs:
                 raise ConfigError(f"{folder}: {name} is {theirs}, that of {folders[0]} is {ours}; a blend needs equal ones")
     if first.vocabulary > model.vocabulary:
-        raise ConfigError(
-            f"{folders[0]}: its tokenizer has {first.vocabulary:,} tokens, model.vocabulary is {model.vocabulary:,}; set it to at "
-            "least as many, or convert rows with the tokenizer of the model"
-        )
+        fault = f"{folders[0]}: its tokenizer has {first.vocabulary:,} tokens, model.vocabulary is {model.vocabulary:,}"
+        raise ConfigError(f"{fault}; set it to at least as many, or convert rows with the tokenizer of the model")
     if first.sequence > model.positions:
         raise ConfigError(f"{folders[0]}: rows of {first.sequence} tokens, model.positions is {model.positions}; make shorter rows")
     if "answers" in (data.learn, data.judge) and not first.answers:

@@ -38,15 +38,12 @@ class Config(RunConfig):
     objective: ObjectiveConfig = ObjectiveConfig()
     data: DataConfig = DataConfig()
     step: StepConfig = StepConfig(
-        optimizer="adamw",
-        lr=4e-4,
-        weight_decay=0.01,
-        decay_names=("*",),
+        optimizer="adamw", lr=4e-4, weight_decay=0.01, decay_names=("*",),
         schedule=ScheduleConfig(
             unit="steps", warmup=31_252, start=0.8e-4, decay="steps", decay_at=(125_008, 187_512, 250_016),
             decay_to=(0.1, 0.01, 0.001),
         ),
-    )
+    )  # fmt: skip
     train: TrainConfig = TrainConfig(epochs=30, metric="force_mae", target=0.036)
     report: ReportConfig = ReportConfig(directory=Path("runs/opencatalyst"))
 

@@ -166,10 +166,8 @@ class Chains(Samples):
 def parse_chain(values: dict[str, Any]) -> tuple[Chain, Alignment]:
     aatype, mask = values["aatype"].astype(np.int64), values["mask"].astype(np.float32)
     sequence = "".join((RESTYPES + "X")[kind] for kind in aatype)
-    resolution = float(values["resolution"]) or None
-    chain = Chain(
-        values["name"].item().decode(), sequence, aatype, values["positions"], mask, np.zeros_like(mask), resolution, None, ""
-    )
+    name, resolution = values["name"].item().decode(), float(values["resolution"]) or None
+    chain = Chain(name, sequence, aatype, values["positions"], mask, np.zeros_like(mask), resolution, None, "")
     return chain, Alignment(values["msa"], values["deletions"], [])
 
 

@@ -6,11 +6,10 @@ The plain form has torch's separate layers, contiguous. Images are random, and n
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from apps.resnet.settings import Config
-from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, plain_form
 from hpcai.dist import Mesh
 from hpcai.models.resnet import Batch, ResNet, loss, parallelize, score
 from hpcai.nn import BatchNorm, Conv2d
@@ -28,11 +27,8 @@ class Benchmark(Workload):
 
     def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(ResNet(cfg.model), mesh, cfg.batchnorm_group if "kernels" in enabled else 1)
-        if "kernels" not in enabled:
-            swap_classes(model, {BatchNorm: ReferenceBatchNorm, Conv2d: nn.Conv2d})
-        if "channels-last" not in enabled:
-            swap_classes(model.to(memory_format=torch.contiguous_format), {ResNet: _Contiguous})
-        return model
+        classes = {BatchNorm: ReferenceBatchNorm, Conv2d: nn.Conv2d}
+        return plain_form(model, enabled, classes, {ResNet: _Contiguous})
 
     def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
         pixels = random.integers(0, 256, (cfg.model.size, cfg.model.size, 3), np.uint8)

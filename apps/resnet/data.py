@@ -51,8 +51,6 @@ def build_loader(source: Images, batch: int, cfg: Config, mesh: Mesh, **kwargs: 
 
 def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
-    remedy = (
-        f"make data with: {command_of('data_prep.galaxies')} simulate {data.directory}, or from images with: "
-        f"{command_of('data_prep.images')} convert SOURCE {data.directory}, or set data.directory"
-    )
+    make = f"make data with: {command_of('data_prep.galaxies')} simulate {data.directory}, or from images with"
+    remedy = f"{make}: {command_of('data_prep.images')} convert SOURCE {data.directory}, or set data.directory"
     return open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)

@@ -49,11 +49,8 @@ class Config(RunConfig):
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     step: StepConfig = StepConfig(
-        optimizer="sgd",
-        lr=0.1,
-        weight_decay=1e-4,
-        decay_names=("*",),
+        optimizer="sgd", lr=0.1, weight_decay=1e-4, decay_names=("*",),
         schedule=ScheduleConfig(decay="steps", decay_at=(30, 60), decay_to=(0.1, 0.01)),
-    )
+    )  # fmt: skip
     train: TrainConfig = TrainConfig(epochs=90, metric="accuracy", target=0.759, better="higher")
     report: ReportConfig = ReportConfig(directory=Path("runs/resnet"))

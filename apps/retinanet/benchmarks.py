@@ -6,11 +6,10 @@ The plain form has torch's separate layers, contiguous. Images and boxes are ran
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from apps.retinanet.settings import Config
-from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, ReferenceBatchNorm, Switch, Workload, plain_form
 from hpcai.dist import Mesh
 from hpcai.models.retinanet import Batch, RetinaNet, detections, loss, parallelize
 from hpcai.models.retinanet.model import Level
@@ -36,11 +35,8 @@ class Benchmark(Workload):
 
     def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(RetinaNet(cfg.model), mesh, cfg.batchnorm_group if "kernels" in enabled else 1)
-        if "kernels" not in enabled:
-            swap_classes(model, {BatchNorm: ReferenceBatchNorm, FrozenBatchNorm: _ReferenceFrozen, Conv2d: nn.Conv2d})
-        if "channels-last" not in enabled:
-            swap_classes(model.to(memory_format=torch.contiguous_format), {RetinaNet: _Contiguous})
-        return model
+        classes = {BatchNorm: ReferenceBatchNorm, FrozenBatchNorm: _ReferenceFrozen, Conv2d: nn.Conv2d}
+        return plain_form(model, enabled, classes, {RetinaNet: _Contiguous})
 
     def random_sample(self, cfg: Config, random: np.random.Generator) -> tuple[Any, ...]:
         size, labels = np.array(cfg.model.size), random.integers(cfg.model.outputs, size=_OBJECTS)

@@ -84,8 +84,6 @@ class Images(Samples):
 
 def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
-    remedy = (
-        f"make data with: {command_of('data_prep.survey')} simulate {data.directory}, or from annotations of COCO with: "
-        f"{command_of('data_prep.coco')} convert ANNOTATIONS IMAGES {data.directory}, or set data.directory"
-    )
+    make = f"make data with: {command_of('data_prep.survey')} simulate {data.directory}, or from annotations of COCO with"
+    remedy = f"{make}: {command_of('data_prep.coco')} convert ANNOTATIONS IMAGES {data.directory}, or set data.directory"
     return open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)

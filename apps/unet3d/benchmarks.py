@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from apps.unet3d.data import FIELDS, Volumes, open_rows
 from apps.unet3d.settings import Config
-from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, swap_classes
+from hpcai.cli.benchmarks import Enabled, Implementation, Peer, Switch, Workload, plain_form
 from hpcai.data.splits import make_loader
 from hpcai.dist import Mesh
 from hpcai.models.unet3d import Batch, UNet3D, loss, parallelize, score
@@ -36,11 +36,8 @@ class Benchmark(Workload):
 
     def build(self, cfg: Config, mesh: Mesh, enabled: Enabled) -> nn.Module:
         model = parallelize(UNet3D(cfg.model), mesh)
-        if "kernels" not in enabled:
-            swap_classes(model, {InstanceNorm: _ReferenceNorm, Conv3d: nn.Conv3d, ConvTranspose3d: nn.ConvTranspose3d})
-        if "channels-last" not in enabled:
-            swap_classes(model.to(memory_format=torch.contiguous_format), {UNet3D: _Contiguous})
-        return model
+        classes = {InstanceNorm: _ReferenceNorm, Conv3d: nn.Conv3d, ConvTranspose3d: nn.ConvTranspose3d}
+        return plain_form(model, enabled, classes, {UNet3D: _Contiguous})
 
     def implementations(self, cfg: Config, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Implementation]]:
         layouts = {"plain": frozenset[str](), "channels_last": frozenset({"channels-last"})}

@@ -60,10 +60,8 @@ def open_rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
             shape = rows.shape(index, "image")
             if any(n < w for n, w in zip(shape, cfg.model.window)):
                 actual, expected = (" x ".join(map(str, row)) for row in (shape, cfg.model.window))
-                raise DataError(
-                    f"{rows.describe(index)}: a volume of {actual}, smaller than model.window {expected}; make data with "
-                    f"data_prep.kits19 --least {expected.replace(' x ', ' ')}, or lower the window"
-                )
+                advice = f"make data with data_prep.kits19 --least {expected.replace(' x ', ' ')}, or lower the window"
+                raise DataError(f"{rows.describe(index)}: a volume of {actual}, smaller than model.window {expected}; {advice}")
     return rows
 
 

@@ -5,20 +5,9 @@ from typing import Self
 
 from pydantic import model_validator
 
+from hpcai import settings
 from hpcai.config import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings, UnitInterval
 from hpcai.models.unet3d import UNet3DConfig
-from hpcai.settings import (
-    CheckpointConfig,
-    Depth,
-    Height,
-    LoaderConfig,
-    MeshConfig,
-    ReportConfig,
-    RunConfig,
-    ScheduleConfig,
-    StepConfig,
-    TrainConfig,
-)
 
 
 class AugmentConfig(Settings):
@@ -44,7 +33,7 @@ class AugmentConfig(Settings):
         return self
 
 
-class DataConfig(LoaderConfig):
+class DataConfig(settings.LoaderConfig):
     """Volumes on disk, from ``data_prep.kits19``, and how they are read."""
 
     directory: Path = Path("datasets/kits19")
@@ -60,29 +49,26 @@ class DataConfig(LoaderConfig):
     """validation volumes in the report: a slice, with true and predicted classes"""
 
 
-class AxesConfig(MeshConfig, Depth, Height):
+class AxesConfig(settings.MeshConfig, settings.Depth, settings.Height):
     """The mesh: model replicas, each of which may be sharded along the depth and the height of its volume."""
 
 
-class Config(RunConfig):
+class Config(settings.RunConfig):
     """A 3D U-Net run. The defaults are those of MLPerf Training's KiTS19 benchmark at a global batch of 56 (168 volumes: 3 steps an
     epoch): about 360,000 crops to a mean dice of 0.908."""
 
     model: UNet3DConfig = UNet3DConfig()
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
-    step: StepConfig = StepConfig(
-        optimizer="sgd",
-        lr=2.0,
-        nesterov=True,
-        lr_in_momentum=False,
-        schedule=ScheduleConfig(unit="epochs", warmup=1000, start=1e-4, first_step=1, held=True),
-    )
-    train: TrainConfig = TrainConfig(
+    step: settings.StepConfig = settings.StepConfig(
+        optimizer="sgd", lr=2.0, nesterov=True, lr_in_momentum=False,
+        schedule=settings.ScheduleConfig(unit="epochs", warmup=1000, start=1e-4, first_step=1, held=True),
+    )  # fmt: skip
+    train: settings.TrainConfig = settings.TrainConfig(
         epochs=10_000, evaluate_from=1000, evaluate_every=20, metric="mean_dice", target=0.908, better="higher", hopeless=0.1
     )
-    checkpoint: CheckpointConfig = CheckpointConfig(every_steps=300)
-    report: ReportConfig = ReportConfig(directory=Path("runs/unet3d"))
+    checkpoint: settings.CheckpointConfig = settings.CheckpointConfig(every_steps=300)
+    report: settings.ReportConfig = settings.ReportConfig(directory=Path("runs/unet3d"))
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -93,8 +79,6 @@ class Config(RunConfig):
         if self.data.reader == "gds":
             raise ValueError("data.reader is gds, but crops are flipped on the CPU; set another, such as auto or direct")
         if self.data.window_group > 1 and self.train.evaluate == "background":
-            raise ValueError(
-                f"data.window_group is {self.data.window_group} and train.evaluate background: replicas that divide windows wait "
-                "for each other; set one of them to 1 or wait"
-            )
+            fault = f"data.window_group is {self.data.window_group} and train.evaluate background"
+            raise ValueError(f"{fault}: replicas that divide windows wait for each other; set one of them to 1 or wait")
         return self

@@ -298,6 +298,15 @@ def swap_classes(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Mod
             module.__class__ = classes[type(module)]
 
 
+def plain_form(model: Any, enabled: Enabled, kernels: Mapping[Any, Any], contiguous: Mapping[Any, Any]) -> nn.Module:
+    """Swap the classes of ``model`` for each of the switches kernels and channels-last that is not enabled, and return it."""
+    if "kernels" not in enabled:
+        swap_classes(model, kernels)
+    if "channels-last" not in enabled:
+        swap_classes(model.to(memory_format=torch.contiguous_format), contiguous)
+    return model
+
+
 class _Written(Samples):
     batch: Callable[..., Any]
 

@@ -136,9 +136,8 @@ def build_job(args: argparse.Namespace) -> Job:
     tasks = _array_tasks(module.Config, file, overrides, settings, args.array)
     if "power" in site.facts and any(arg.startswith("train.power_cap=") for task in tasks for arg in task.overrides):
         option = site.facts["power"]
-        raise ConfigError(
-            f"--array over train.power_cap: site {site.name} caps a whole job ({option}); submit one for each, with --power-cap"
-        )
+        advice = "submit one for each, with --power-cap"
+        raise ConfigError(f"--array over train.power_cap: site {site.name} caps a whole job ({option}); {advice}")
     return Job(name, [*files[:1], *overrides], settings, site, per_node, seconds, tasks, args)
 
 
@@ -346,10 +345,8 @@ def check_paths(job: Job) -> list[str]:
     local = [os.path.expandvars(place) for place in job.site.facts.get("local", "").split()]
     node_local = next((place for place in local if job.directory.resolve().is_relative_to(place)), None)
     if node_local and not args.any_directory:
-        problems.append(
-            f"report.directory {job.directory}: {node_local} is node-local, where no other node finds the checkpoints; name a "
-            "folder that all nodes see, or give --any-directory if they do see it"
-        )
+        fault = f"report.directory {job.directory}: {node_local} is node-local, where no other node finds the checkpoints"
+        problems.append(f"{fault}; name a folder that all nodes see, or give --any-directory if they do see it")
     source = getattr(job.settings.data, "directory", None)
     if source is not None and not Path(source).exists():
         problems.append(f"data.directory {source} does not exist; make it or name another (hpcai data check validates one)")

@@ -66,9 +66,8 @@ def find_site(name: str) -> Site:
     try:
         return read_site(file.stem, file.read_text(), str(file))
     except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(
-            f"{file}: cannot be read ({problem}); expected a site file like {template_folder() / 'sites/generic.sh'}"
-        ) from None
+        expected = f"a site file like {template_folder() / 'sites/generic.sh'}"
+        raise ConfigError(f"{file}: cannot be read ({problem}); expected {expected}") from None
 
 
 def read_site(name: str, text: str, where: str) -> Site:
@@ -116,9 +115,8 @@ def render(site: Site, options: Iterable[str], lines: Sequence[str], command: st
     before, after = body.split(_SITE_MARK)
     after = after[after.index("set -u\n") :]
     shell_lines, command = "\n".join(lines) + "\n", command.replace("\n", " ")
-    return "\n".join(
-        [first, f"# {command}", *(prefix + option for option in named.values()), "", shell_lines + before + site.lines + after]
-    )
+    opening = [first, f"# {command}", *(prefix + option for option in named.values())]
+    return "\n".join([*opening, "", shell_lines + before + site.lines + after])
 
 
 def assign(name: str, value: str) -> str:

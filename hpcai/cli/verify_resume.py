@@ -123,9 +123,8 @@ class Killer:
         run, start = self.folder / f"whole-{ranks}", time.monotonic()
         self.finish(run, ranks)
         self.seconds[ranks] = time.monotonic() - start
-        self.saves[ranks] = median(
-            event["seconds"] for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "checkpoint"
-        )
+        events = log.read_metrics(run / "metrics.jsonl")
+        self.saves[ranks] = median(event["seconds"] for event in events if event["kind"] == "checkpoint")
         self.references[ranks] = _last_checkpoint(run)
 
     def finish(self, run: Path, ranks: int) -> None:

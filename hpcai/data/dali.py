@@ -190,9 +190,8 @@ def _import_dali() -> Any:
             import_module(f"nvidia.dali.{part}")
         return import_module("nvidia.dali")
     except ImportError as problem:
-        raise MissingExtraError(
-            f"NVIDIA DALI cannot be imported ({problem}): pip install 'hpcai-suite[dali]', or read without it: data.reader=direct"
-        ) from problem
+        fault = f"NVIDIA DALI cannot be imported ({problem})"
+        raise MissingExtraError(f"{fault}: pip install 'hpcai-suite[dali]', or read without it: data.reader=direct") from problem
 
 
 class _DaliEpoch(_ActiveEpoch):

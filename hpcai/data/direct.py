@@ -363,10 +363,8 @@ class Reader(AbstractContextManager["Reader"]):
                 stuck = stuck + 1 if done <= before else 0
                 if count == 0 or stuck > 3:
                     size = os.fstat(file.descriptor).st_size
-                    raise DataError(
-                        f"{path}: ends at byte {size:,}, but bytes {offset:,} to {offset + need:,} are requested; "
-                        "it is truncated or was rewritten: compare it with its source"
-                    )
+                    fault = f"{path}: ends at byte {size:,}, but bytes {offset:,} to {offset + need:,} are requested"
+                    raise DataError(f"{fault}; it is truncated or was rewritten: compare it with its source")
             with self._lock:
                 self.transferred += done
         return None

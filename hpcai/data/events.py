@@ -91,10 +91,8 @@ class EventTable:
         if (beyond := (ids + np.int32(1)).view(np.uint32) > self._limits).any():
             row, column = np.argwhere(beyond)[0]
             table = int(np.searchsorted(np.cumsum(self.hotness), column, "right"))
-            raise DataError(
-                f"{path}: row {first + row:,} has the id {ids[row, column]} in table {self.names[table]}, expected 0 to "
-                f"{self.rows[table] - 1:,}, or -1 for none"
-            )
+            fault = f"{path}: row {first + row:,} has the id {ids[row, column]} in table {self.names[table]}"
+            raise DataError(f"{fault}, expected 0 to {self.rows[table] - 1:,}, or -1 for none")
         return dense, ids, label
 
     @cached_property

@@ -104,10 +104,8 @@ class GdsReader(AbstractContextManager["GdsReader"]):
         with self._files.use(path) as file:
             bounds = [(run.offset or 0, (run.offset or 0) + run.span) for run in runs]
             if (end := max(end for _, end in bounds)) > file.size:
-                raise DataError(
-                    f"{path}: ends at byte {file.size:,}, but bytes up to {end:,} are requested; it is truncated or was rewritten: "
-                    "compare it with its source"
-                )
+                advice = "it is truncated or was rewritten: compare it with its source"
+                raise DataError(f"{path}: ends at byte {file.size:,}, but bytes up to {end:,} are requested; {advice}")
             reads, size = [], 0
             for start, end in bounds:
                 first, last = align_down(start), min(align_up(end), file.size)  # KvikIO raises an error at the end of a file

@@ -324,10 +324,8 @@ class Rows:
         try:
             return layout_of(file, name)
         except UnreadableLayoutError as problem:
-            raise UnreadableLayoutError(
-                f"{problem}; rewrite it with: h5repack -l CONTI -f NONE -t 65536 -a 4096 FILE NEW, or leave the reading to HDF5: "
-                "data.reader=hdf5"
-            ) from problem
+            advice = "rewrite it with: h5repack -l CONTI -f NONE -t 65536 -a 4096 FILE NEW"
+            raise UnreadableLayoutError(f"{problem}; {advice}, or leave the reading to HDF5: data.reader=hdf5") from problem
 
     def _check_plausible(self, path: Path, name: str, nbytes: int) -> None:
         if nbytes > 100 * int(self.catalog.sizes[self._numbers[path]]):

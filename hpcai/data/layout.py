@@ -273,7 +273,5 @@ def _hdf5_layout(file: h5py.File, name: str) -> Layout:
 
 def _check_end(layout: Layout, end: int, size: int) -> None:
     if end > size:
-        raise DataError(
-            f"{layout.path}: '{layout.name}' {layout.shape} ends at byte {end:,}, but the file has {size:,}; it is truncated: copy "
-            "or make it again"
-        )
+        advice = "it is truncated: copy or make it again"
+        raise DataError(f"{layout.path}: '{layout.name}' {layout.shape} ends at byte {end:,}, but the file has {size:,}; {advice}")

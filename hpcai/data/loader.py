@@ -94,9 +94,8 @@ class Loader(AbstractContextManager["Loader"]):
         self.skipped: list[Skipped] = []
         self._reported, self._reported_names = 0, set[str]()
         self._rank, self._workers, self._prefetch = mesh.rank, workers, prefetch
-        self._on_bad_sample, self._patience, self._batch_transform = (
-            "stop" if last_batch == "keep" else on_bad_sample, patience, batch_transform,
-        )  # fmt: skip
+        self._patience, self._batch_transform = patience, batch_transform
+        self._on_bad_sample = "stop" if last_batch == "keep" else on_bad_sample
         replicated = getattr(source, "replicated", False)
         self._scatters = mesh.model_parallel.size > 1 and (replicated if scatter == "auto" else scatter)
         if self._scatters and not replicated:
@@ -126,10 +125,8 @@ class Loader(AbstractContextManager["Loader"]):
         name, replicas, samples = self.name, self.replicas.size, self.sampler.samples
         divisor = replicas * accumulate
         if self.last_batch != "keep" and batch % divisor:
-            raise DataError(
-                f"{name}: a batch of {batch} samples does not divide by {replicas} replicas x {accumulate} micro-batches; "
-                f"give a multiple of {divisor}"
-            )
+            fault = f"{name}: a batch of {batch} samples does not divide by {replicas} replicas x {accumulate} micro-batches"
+            raise DataError(f"{fault}; give a multiple of {divisor}")
         if not len(self.source) or not samples:
             raise DataError(f"{name}: there is no sample; make some data first")
         if self.last_batch == "drop" and samples < batch:

@@ -53,10 +53,8 @@ def open_reader(kind: str, size: int, name: str = "data", device: torch.device |
         mode, reason = choose_mode(size)
         logger.info("%s: %s", name, reason)
     elif kind == "memory" and size > (limit := int(MEMORY_FRACTION * available_memory())):
-        raise DataError(
-            f"{name}: data.reader=memory, but there are {format_size(size)} of samples, and {format_size(limit)} of memory may be "
-            "used for them; use data.reader=direct"
-        )
+        fault = f"{name}: data.reader=memory, but there are {format_size(size)} of samples"
+        raise DataError(f"{fault}, and {format_size(limit)} of memory may be used for them; use data.reader=direct")
     memory = MemoryPool(pin=device if device is not None and device.type == "cuda" else None)
     return Reader(mode, memory=memory, threads=max(8, min(32, count_cpus())))
 

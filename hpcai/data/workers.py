@@ -64,17 +64,14 @@ class Worker:
         except HpcaiError:
             raise
         except Exception as problem:
-            raise DataError(
-                f"{self._label}: a {type(source).__name__} cannot be sent to a worker process ({_message(problem)}); open files, "
-                "locks and the like in sample(), or leave them out in __getstate__"
-            ) from problem
+            fault = f"{self._label}: a {type(source).__name__} cannot be sent to a worker process ({_message(problem)})"
+            raise DataError(f"{fault}; open files, locks and the like in sample(), or leave them out in __getstate__") from problem
         self._lock = threading.RLock()  # close() may be called in another thread, or in a signal handler of this one
         self._end_reason = ""  # why the worker has ended
         self._shared: mmap.mmap | bytearray = bytearray()
         self._connection, child_connection = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(
-            target=_serve, args=(child_connection, pickled, self._label), name=f"{name}-{number}", daemon=True
-        )  # fmt: skip
+        args = child_connection, pickled, self._label
+        self._process = _SPAWN.Process(target=_serve, args=args, name=f"{name}-{number}", daemon=True)
         with child_connection, spawn_environment():
             self._process.start()
         self.pid = self._process.pid
@@ -263,10 +260,8 @@ def _flatten(sample: Any, index: int, label: str) -> tuple[bytes, list[memoryvie
     try:
         return flatten(sample)
     except Exception as problem:
-        raise DataError(
-            f"{label}: sample {index} cannot be sent from the worker process ({_message(problem)}); a sample is a tree of arrays, "
-            "tensors on the CPU and values that can be pickled"
-        ) from problem
+        fault = f"{label}: sample {index} cannot be sent from the worker process ({_message(problem)})"
+        raise DataError(f"{fault}; a sample is a tree of arrays, tensors on the CPU and values that can be pickled") from problem
 
 
 def _create_shared(need: int, name: str) -> tuple[int, mmap.mmap]:

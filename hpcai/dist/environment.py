@@ -179,7 +179,6 @@ def _find_rendezvous(environ: Mapping[str, str], launcher: _Launcher, rank: int)
         if rank == 0 and environ.get("SLURM_NODEID", "0") != "0" and address in hosts:
             raise LaunchError(f"srun: rank 0 is not on {address}, the first node of the step; set HPCAI_ADDRESS to its node")
     if not launcher.mpi and (address is None or port is None):
-        raise LaunchError(
-            f"{launcher.name}: the address of rank 0 is unknown; set MASTER_ADDR and MASTER_PORT, the same for all ranks"
-        )
+        advice = "set MASTER_ADDR and MASTER_PORT, the same for all ranks"
+        raise LaunchError(f"{launcher.name}: the address of rank 0 is unknown; {advice}")
     return address, port

@@ -155,10 +155,8 @@ def check_power_cap(device: torch.device, watts: float | None) -> None:
         nvml, gpu, name = open_nvml(device)
         enforced = nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
     except Exception as error:  # no GPU, no package, no driver, or a GPU that is not NVIDIA's
-        raise ConfigError(
-            f"train.power_cap is {watts:g} W, but NVML cannot read the enforced limit: {error}; it needs an NVIDIA GPU, "
-            "its driver and pip install 'hpcai-suite[gpu]'; or set train.power_cap to null"
-        ) from None
+        advice = "it needs an NVIDIA GPU, its driver and pip install 'hpcai-suite[gpu]'; or set train.power_cap to null"
+        raise ConfigError(f"train.power_cap is {watts:g} W, but NVML cannot read the enforced limit: {error}; {advice}") from None
     if abs(enforced - watts) >= 0.5:
         raise ConfigError(
             f"train.power_cap is {watts:g} W, but {name} is limited to {enforced:g} W; set the limit by the scheduler's option or "

@@ -50,10 +50,8 @@ def select_device(info: RankInfo, visible: int | None = None) -> torch.device:
         raise LaunchError(f"{info.launcher} sets no local rank before MPI starts, so none of {visible} GPUs can be chosen")
     if info.local_rank < visible or _may_share_gpu():
         return torch.device("cuda", info.local_rank % visible)
-    raise LaunchError(
-        f"local rank {info.local_rank} finds only {visible} visible GPUs; start {visible} tasks on each node, or "
-        f"show all GPUs of the node to each task ({_SHOW_ALL_GPUS})"
-    )
+    advice = f"start {visible} tasks on each node, or show all GPUs of the node to each task ({_SHOW_ALL_GPUS})"
+    raise LaunchError(f"local rank {info.local_rank} finds only {visible} visible GPUs; {advice}")
 
 
 def mpi_communicator() -> Any:
@@ -80,10 +78,8 @@ def start(axes: Any, device: torch.device | None = None) -> Iterator[Mesh]:
     info = read_rank_info()
     mpi = sys.modules.get("mpi4py.MPI")
     if info.world == 1 and mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
-        raise LaunchError(
-            f"this process seems to be alone ({info.launcher}), but MPI has {mpi.COMM_WORLD.size} ranks; set RANK, WORLD_SIZE, "
-            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for this launcher"
-        )
+        advice = "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for this launcher"
+        raise LaunchError(f"this process seems to be alone ({info.launcher}), but MPI has {mpi.COMM_WORLD.size} ranks; {advice}")
     if info in (INTERACTIVE_SHELL, BATCH_SHELL):
         logger.info("this is one process, in %s; to start one for each task, put srun before the command", info.launcher)
     if torch_dist.is_initialized():
@@ -163,10 +159,9 @@ def _init_mpi(info: RankInfo) -> tuple[RankInfo, Any]:
                     communicator.Set_errhandler(MPI.ERRORS_RETURN)
                 atexit.register(_call_mpi, MPI, "MPI_Finalize")
     except (ImportError, RuntimeError) as error:
-        raise _MPIError(
-            f"{info.launcher} started this process as rank {info.rank}, but MPI cannot be loaded: {error}; set MPI4PY_LIBMPI to "
-            "the libmpi.so that belongs to the launcher, or install one (pip install mpich)"
-        ) from error
+        fault = f"{info.launcher} started this process as rank {info.rank}, but MPI cannot be loaded: {error}"
+        advice = "set MPI4PY_LIBMPI to the libmpi.so that belongs to the launcher, or install one (pip install mpich)"
+        raise _MPIError(f"{fault}; {advice}") from error
     comm = MPI.COMM_WORLD
     expected = info.world or info.local_world or 1
     if comm.size < expected or (info.world, info.rank) not in ((comm.size, comm.rank), (None, comm.rank)):

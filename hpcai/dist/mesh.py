@@ -200,10 +200,8 @@ class Mesh:
         processes that only evaluate then get two axes of size 1."""
         axis = self[name]
         if axis.size % within and self.trains:
-            raise MeshError(
-                f"mesh.{name} has {axis.size} ranks, which do not divide into groups of {within}; "
-                f"set {setting} to a divisor of {axis.size}"
-            )
+            advice = f"set {setting} to a divisor of {axis.size}"
+            raise MeshError(f"mesh.{name} has {axis.size} ranks, which do not divide into groups of {within}; {advice}")
         if within in (1, axis.size):
             single = Axis(f"{name} alone", parent=name)
             return (axis, single) if within == 1 else (single, axis)
@@ -253,9 +251,8 @@ class Mesh:
         """Like ``background_axis``, with a new group in each call, for a further thread. It is a collective of the axis."""
         dimension = self._axes_by_label[name].dimension
         labels = (f"{name} channel {number}" for number in itertools.count())
-        return self._separate_axis(
-            name, next(label for label in labels if dimension is None or _find_group(group_name(dimension.ranks, label)) is None)
-        )
+        new = (label for label in labels if dimension is None or _find_group(group_name(dimension.ranks, label)) is None)
+        return self._separate_axis(name, next(new))
 
     def subgroup(self, purpose: str, ranks: Sequence[int]) -> Axis:
         """Return an axis of some ``ranks`` of ``peers``, with a gloo group of its own for ``purpose`` and a timeout of 7 days.

@@ -74,10 +74,8 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: tor
         raise ConfigError("a product of two matrices in float8_e5m2: no GPU multiplies them; cast one of them to float8_e4m3fn")
     (M, K), N = a.shape, len(b)
     if K % ALIGNMENT or N % ALIGNMENT:
-        raise ConfigError(
-            f"an FP8 product of [{M}, {K}] and [{N}, {K}] transposed: {K} and {N} must be multiples of {ALIGNMENT}; choose such "
-            "sizes for the layer (if it is sharded, for each shard), or leave it in 16 bits"
-        )
+        fault = f"an FP8 product of [{M}, {K}] and [{N}, {K}] transposed: {K} and {N} must be multiples of {ALIGNMENT}"
+        raise ConfigError(f"{fault}; choose such sizes for the layer (if it is sharded, for each shard), or leave it in 16 bits")
     if dtype != torch.float64 and triton_support.on_gpu(a) and is_supported(a.device):
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=not exact)
     return reference_scaled_mm(a, b, scale_a, scale_b, dtype)

@@ -142,12 +142,8 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor, dtype: torch.dtype, scale: Te
     y = torch.empty(*groups, len(a), b.shape[-1], dtype=dtype, device=a.device)
     with torch.cuda.device_of(a):
         grid = (tiles * triton.cdiv(b.shape[-1], shape["COLUMNS"]),)
-        _grouped_mm[grid](a, b, ends, scale, y, **shape, **_options(shape))
+        _grouped_mm[grid](a, b, ends, scale, y, **shape, num_warps=8 if shape["ROWS"] == TILE else 4, num_stages=3)
     return y
-
-
-def _options(shape: dict[str, Any]) -> dict[str, Any]:
-    return {"num_warps": 8 if shape["ROWS"] == TILE else 4, "num_stages": 3}
 
 
 def _product_shape(a: Tensor, b: Tensor, groups: int, precision: str) -> dict[str, Any]:

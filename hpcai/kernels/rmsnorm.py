@@ -84,6 +84,5 @@ def _rstd(x: Tensor, eps: float, wide: torch.dtype, out: Tensor | None = None) -
 
 
 def _chunks(rows: Tensor, *others: Tensor) -> Any:
-    """Yield chunks of rows of all tensors."""
     step = chunk_size(rows, 4 * max(rows.shape[-1], 1), _CPU)
     return zip(rows.split(step), *(x.split(step) for x in others))

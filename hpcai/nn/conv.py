@@ -62,17 +62,9 @@ def conv_transpose3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     Shape: x [B, C, D, H, W] -> [B, O, D', H', W']
     """
     kernel = tuple(weight.shape[2:])
-    if (
-        on_cpu(x)
-        and x.ndim == 5
-        and kernel == tuple(stride)
-        and not any(padding)
-        and not any(output_padding)
-        and set(dilation) == {1}
-        and groups == 1
-        and not needs_plain_ops()
-        and x.is_contiguous(memory_format=torch.channels_last_3d)
-    ):
+    apart = on_cpu(x) and x.ndim == 5 and kernel == tuple(stride) and not any(padding) and not any(output_padding)
+    apart = apart and set(dilation) == {1} and groups == 1
+    if apart and not needs_plain_ops() and x.is_contiguous(memory_format=torch.channels_last_3d):
         (batch, _, *sizes), (a, b, c), outputs = x.shape, kernel, weight.shape[1]
         y = F.linear(_channels_to_end(x), _channels_to_end(weight).flatten(1).t(), None if bias is None else bias.repeat(a * b * c))
         y = y.view(batch, *sizes, a, b, c, outputs).permute(0, 1, 4, 2, 5, 3, 6, 7)
@@ -103,19 +95,11 @@ def _in_float32(convolve: Callable[..., Tensor], x: Tensor, weight: Tensor, bias
 
 
 def _would_be_unrolled(x: Tensor, weight: Tensor) -> bool:
-    kernel = weight.shape[2:]
-    return bool(
-        x.dtype == weight.dtype == torch.float32
-        and x.shape[0] == 1
-        and x.shape[1:4].numel() <= _MAX_UNROLLED
-        and x.shape[1] == weight.shape[1]
-        and kernel.numel() > 1
-        and not (kernel[1] > 3 and kernel[2] > 3)
-        and not torch.is_autocast_enabled("cpu")
-        and torch.backends.mkldnn.enabled
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch, "mkldnn_convolution")
-    )
+    kernel, mkldnn = weight.shape[2:], torch.backends.mkldnn
+    fits = x.dtype == weight.dtype == torch.float32 and x.shape[0] == 1 and x.shape[1:4].numel() <= _MAX_UNROLLED
+    fits = fits and x.shape[1] == weight.shape[1] and kernel.numel() > 1 and not (kernel[1] > 3 and kernel[2] > 3)
+    enabled = fits and not torch.is_autocast_enabled("cpu") and mkldnn.enabled and mkldnn.is_available()
+    return bool(enabled and hasattr(torch, "mkldnn_convolution"))
 
 
 class _OneDNNConv3d(torch.autograd.Function):
@@ -254,13 +238,8 @@ class Conv2d(nn.Conv2d):
         return F.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
 
     def _is_product(self, x: Tensor) -> bool:
-        return (
-            on_cpu(x)
-            and self.kernel_size == (1, 1)
-            and self.padding == (0, 0)
-            and self.groups == 1
-            and (is_transformed() or x.is_contiguous(memory_format=torch.channels_last))
-        )
+        fits = on_cpu(x) and self.kernel_size == (1, 1) and self.padding == (0, 0) and self.groups == 1
+        return fits and (is_transformed() or x.is_contiguous(memory_format=torch.channels_last))
 
 
 class ConvTranspose2d(nn.ConvTranspose2d):
@@ -275,20 +254,11 @@ class ConvTranspose2d(nn.ConvTranspose2d):
 
 def _is_fast_layer(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
     """Whether ``_FastConv`` supports a layer, which has enough output channels to gain from it."""
-    return bool(
-        on_cpu(x)
-        and x.dtype == conv.weight.dtype == torch.float32
-        and conv.groups == 1
-        and conv.out_channels >= 16
-        and conv.padding_mode == "zeros"
-        and not isinstance(conv.padding, str)
-        and not torch.is_autocast_enabled("cpu")
-        and not needs_plain_ops()
-        and torch.autograd.forward_ad._current_level < 0
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and x.shape[1] == conv.in_channels
-        and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()
-    )
+    fits = on_cpu(x) and x.dtype == conv.weight.dtype == torch.float32 and conv.groups == 1 and conv.out_channels >= 16
+    fits = fits and conv.padding_mode == "zeros" and not isinstance(conv.padding, str) and not torch.is_autocast_enabled("cpu")
+    fits = fits and not needs_plain_ops() and torch.autograd.forward_ad._current_level < 0
+    fits = fits and x.is_contiguous(memory_format=torch.channels_last) and x.shape[1] == conv.in_channels
+    return bool(fits and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available())
 
 
 class _FastConv(torch.autograd.Function):

@@ -122,10 +122,8 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
 
 
 def _read_error(name: str) -> ConfigError:
-    return ConfigError(
-        f"deferred: aten.{name} at {_caller()} reads the elements of a parameter, which has none yet; compute with another tensor "
-        "and copy_ it into the parameter, or build the model outside of deferred"
-    )
+    advice = "compute with another tensor and copy_ it into the parameter, or build the model outside of deferred"
+    return ConfigError(f"deferred: aten.{name} at {_caller()} reads the elements of a parameter, which has none yet; {advice}")
 
 
 def _caller() -> str:
@@ -246,9 +244,8 @@ def _materialize_parameter(parameter: nn.Parameter, name: str, device: torch.dev
     if trace.version not in (None, parameter._version):
         raise ConfigError(f"parameter {name} was written between deferred and materialize; write it before or after")
     if size != trace.size or [sum(b - a for a, b in dim_ranges) for dim_ranges in ranges] != list(parameter.shape):
-        raise ConfigError(
-            f"parameter {name} was {list(trace.size)}, and is {list(parameter.shape)} of {list(size)}; use parallel.sharding"
-        )
+        advice = "use parallel.sharding"
+        raise ConfigError(f"parameter {name} was {list(trace.size)}, and is {list(parameter.shape)} of {list(size)}; {advice}")
     local = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
     trace.write(local, ranges)
     materialized = nn.Parameter(local, parameter.requires_grad)

@@ -67,10 +67,8 @@ class PerSampleNorm(nn.Module):
     def _check_count(self, x: Tensor, count: Tensor | int) -> None:
         # Nothing is read from the device if this rank alone has more than one element.
         if x.shape[2:].numel() * self.group < 2 and int(count) < 2:
-            raise ValueError(
-                f"input has shape {list(x.shape)}: one value per {'channel' if self.group == 1 else 'group'} has no statistics; "
-                "expected more, give a larger volume"
-            )
+            fault = f"input has shape {list(x.shape)}: one value per {'channel' if self.group == 1 else 'group'} has no statistics"
+            raise ValueError(f"{fault}; expected more, give a larger volume")
 
 
 class GroupNorm(PerSampleNorm, nn.GroupNorm):

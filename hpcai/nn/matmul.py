@@ -153,10 +153,8 @@ def convert_to_float8(linear: nn.Linear, name: str) -> None:
 
 def check_float8_size(name: str, shape: Sequence[int]) -> None:
     if odd := [size for size in shape if size % 16]:
-        raise ConfigError(
-            f"step.matmul is fp8, but {name} has a weight of {list(shape)} on this process: expected multiples of 16, found "
-            f"{odd[0]}; take other sizes or fewer ranks, or leave step.matmul as precision"
-        )
+        expected = f"multiples of 16, found {odd[0]}; take other sizes or fewer ranks, or leave step.matmul as precision"
+        raise ConfigError(f"step.matmul is fp8, but {name} has a weight of {list(shape)} on this process: expected {expected}")
 
 
 def cast_to_autocast(x: Tensor) -> Tensor:

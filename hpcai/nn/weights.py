@@ -57,8 +57,8 @@ class PretrainedMixin(nn.Module):
 
     def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
         """Save weights and settings as one safetensors file, or weights in the format of another code: a ``form`` of ``FORMS`` in
-        ``load.py`` of the package. ``weights``: Weights by name, instead of those of the model. Raises CheckpointError for a form
-        that is unknown, or that cannot represent this network."""
+        ``load.py`` of the package, by its ``in_form`` if names differ. ``weights``: Weights by name, instead of those of the model.
+        Raises CheckpointError for a form that is unknown, or that cannot represent this network."""
         path, state = Path(path), {name: value.detach().cpu() for name, value in (weights or self.state_dict()).items()}
         partial = path.with_name(f".{path.name}.partial")  # renamed when it is complete
         if form == "hpcai":
@@ -69,7 +69,7 @@ class PretrainedMixin(nn.Module):
                 expected = ", ".join(("hpcai", *forms))
                 raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of {expected}")
             try:
-                converted = package.in_form(state, self.cfg, form)
+                converted = package.in_form(state, self.cfg, form) if hasattr(package, "in_form") else dict(state)
             except CheckpointError as error:
                 raise CheckpointError(f"{path}: {error}") from error
             with partial.open("wb") as file:

@@ -52,10 +52,8 @@ class LocalSlice(AxisSeam):
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         size, n = x.shape[self.dim], self.axis.size
         if size < n:
-            raise DataError(
-                f"a tensor {list(x.shape)} has {size} elements along dim {self.dim} for {n} ranks of mesh.{self.axis.name}; use "
-                f"longer samples, or set mesh.{self.axis.name} to {size} or less"
-            )
+            fault = f"a tensor {list(x.shape)} has {size} elements along dim {self.dim} for {n} ranks of mesh.{self.axis.name}"
+            raise DataError(f"{fault}; use longer samples, or set mesh.{self.axis.name} to {size} or less")
         local_size = -(-size // n)
         first = min(self.axis.rank * local_size, size)
         return _pad(x.narrow(self.dim, first, min(local_size, size - first)), self.dim, local_size)

@@ -41,10 +41,8 @@ class LocalChunk(nn.Module):
         if n == 1:
             return x
         if tokens % (2 * n):
-            raise DataError(
-                f"a sample of {tokens} tokens does not divide into 2 x {n} chunks (mesh.{self.axis.name}); pad samples to a "
-                f"multiple of {2 * n} tokens, or set mesh.{self.axis.name} to another size"
-            )
+            advice = f"pad samples to a multiple of {2 * n} tokens, or set mesh.{self.axis.name} to another size"
+            raise DataError(f"a sample of {tokens} tokens does not divide into 2 x {n} chunks (mesh.{self.axis.name}); {advice}")
         blocks = x.chunk(2 * n, self.dim)
         return torch.cat((blocks[self.axis.rank], blocks[2 * n - 1 - self.axis.rank]), self.dim)
 

@@ -164,7 +164,6 @@ class GradientReducer:
         return (*((merged,) if merged.size > 1 else ()), *(axis for axis in axes if axis.parent))
 
     def zero_grad(self) -> None:
-        """Clear all gradients."""
         self._launched = 0
         for bucket in self.buckets:
             bucket.bind_parameters()

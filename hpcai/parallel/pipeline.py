@@ -134,10 +134,8 @@ class Pipeline:
         from torch.distributed import fsdp, pipelining
 
         if self.schedule.startswith("zero") and isinstance(self.model, fsdp.FSDPModule):
-            raise ConfigError(
-                f"step.shard is weights, but {self.schedule} needs weights after the backward pass that frees them; set "
-                "step.shard=optimizer, or choose the schedule 1f1b or gpipe"
-            )
+            fault = f"step.shard is weights, but {self.schedule} needs weights after the backward pass that frees them"
+            raise ConfigError(f"{fault}; set step.shard=optimizer, or choose the schedule 1f1b or gpipe")
         name = _SCHEDULES[self.schedule][self.count > self.axis.size]
         stages = [
             pipelining.PipelineStage(
@@ -228,9 +226,8 @@ class Pipeline:
             numbers = [number for entry in values for value in entry.values() for number in _as_tuple(value)]
             table = torch.stack([torch.zeros((), dtype=torch.float64, device=self.device).add_(number) for number in numbers])
         else:
-            table = torch.empty(
-                len(values) * sum(len(spec.dtypes) for spec in self._value_specs), dtype=torch.float64, device=self.device
-            )
+            size = len(values) * sum(len(spec.dtypes) for spec in self._value_specs)
+            table = torch.empty(size, dtype=torch.float64, device=self.device)
         torch_dist.broadcast(table, group=self.axis.group, group_src=self.rank_of[-1])
         if self.is_last:
             return values

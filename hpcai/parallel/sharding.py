@@ -95,10 +95,8 @@ def shard_(tensor: Tensor, dim: int, axis: Axis, sizes: Sequence[int] = ()) -> N
         return
     sizes = sizes or (length,)
     if sum(sizes) != length or min(sizes) < axis.size:
-        raise ConfigError(
-            f"a weight {list(tensor.shape)} cannot be sharded over {axis.name} in dim {dim}: sizes are {list(sizes)}, expected "
-            f"a sum of {length} and at least one element for each of {axis.size} ranks"
-        )
+        fault = f"a weight {list(tensor.shape)} cannot be sharded over {axis.name} in dim {dim}: sizes are {list(sizes)}"
+        raise ConfigError(f"{fault}, expected a sum of {length} and at least one element for each of {axis.size} ranks")
     local, start = [], 0
     for n in sizes:
         local.append((start + n * axis.rank // axis.size, start + n * (axis.rank + 1) // axis.size))

@@ -87,10 +87,8 @@ class SpatialPartition:
         for dim, axis in self.axes.items():
             n = size[dim - 2]
             if not self.is_sharded(dim, n):
-                raise MeshError(
-                    f"mesh.{axis.name} is {axis.size}, but {n} voxels along {axis.name} are fewer than {self.min_size} per rank; "
-                    f"set mesh.{axis.name} to {max(n // self.min_size, 1)} or less"
-                )
+                fault = f"mesh.{axis.name} is {axis.size}, but {n} voxels along {axis.name} are fewer than {self.min_size} per rank"
+                raise MeshError(f"{fault}; set mesh.{axis.name} to {max(n // self.min_size, 1)} or less")
 
     def is_sharded(self, dim: int, size: int) -> bool:
         return dim in self.axes and size >= self.axes[dim].size * self.min_size
@@ -150,10 +148,8 @@ class SpatialPartition:
             for place in product(*(range(axis.size) for axis in self.axes.values())):
                 ranks = dict(zip(self.axes, place))
                 if self.local_size(size, ranks) == self.local_size(other, ranks):
-                    raise MeshError(
-                        f"spatial: {layer} has inputs of {size} and of {other}, whose shards on a rank have the same size; "
-                        "parallelize a model for each"
-                    )
+                    fault = f"spatial: {layer} has inputs of {size} and of {other}, whose shards on a rank have the same size"
+                    raise MeshError(f"{fault}; parallelize a model for each")
         table[self.local_size(size)] = size
 
 
@@ -262,10 +258,8 @@ class _OpCheck(TorchDispatchMode):
                 dims = [over] if isinstance(over, int) else over
                 mixes = dims is None or any(dim % args[0].ndim >= 2 for dim in dims)
             if mixes:
-                raise MeshError(
-                    f"spatial: after {self._last} the model calls {name} itself, which mixes voxels of a sharded volume; make it a "
-                    "layer (nn.MaxPool3d for F.max_pool3d), or a seam"
-                )
+                fault = f"spatial: after {self._last} the model calls {name} itself, which mixes voxels of a sharded volume"
+                raise MeshError(f"{fault}; make it a layer (nn.MaxPool3d for F.max_pool3d), or a seam")
         return func(*args, **(kwargs or {}))
 
 

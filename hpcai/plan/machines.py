@@ -58,7 +58,6 @@ class Machine:
 
 
 def _machine(name: str, sheet: dict[str, Any]) -> Machine:
-    """Return the machine of a data sheet."""
     widths = {"fp8": 1, "bf16": 2, "tf32": 4, "fp64": 8}
     flops = {widths[kind]: _COMPUTE * rate * 1e12 for kind, rate in {**sheet["tflops"], "fp64": 60}.items()}
     intra_node, inter_node = (_LINK * sheet[place] * 1e9 for place in ("intra_node", "inter_node"))

@@ -250,10 +250,8 @@ class Checkpoints:
         ``messages``; the next ``save`` renames them to ``damaged-...``."""
         if self.cfg.resume == "never":
             if broadcast_object(bool(self.paths()), self.mesh.peers):
-                raise CheckpointError(
-                    f"{self.directory} holds checkpoints of an earlier run, and checkpoint.resume is never; "
-                    "choose another report.directory, remove them, or set checkpoint.resume=auto"
-                )
+                fault = f"{self.directory} holds checkpoints of an earlier run, and checkpoint.resume is never"
+                raise CheckpointError(f"{fault}; choose another report.directory, remove them, or set checkpoint.resume=auto")
             return None
         if self.mesh.is_first and self.directory.is_dir():
             self.messages += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
@@ -266,10 +264,8 @@ class Checkpoints:
                 self.messages.append(f"{path.name} is skipped: {damage}")
                 self._damaged.append(path)
         if self._damaged:
-            raise CheckpointError(
-                f"{self.directory}: no checkpoint is complete ({'; '.join(self.messages)}); training would restart; "
-                "if that is meant, remove them or choose another report.directory"
-            )
+            advice = "training would restart; if that is meant, remove them or choose another report.directory"
+            raise CheckpointError(f"{self.directory}: no checkpoint is complete ({'; '.join(self.messages)}); {advice}")
         return None
 
     def _load(self, reader: CheckpointReader, step: Step) -> None:

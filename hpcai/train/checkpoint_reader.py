@@ -97,7 +97,6 @@ class Index(BaseModel):
     files: dict[FileName, File] = {}
 
     def blocks(self) -> list[Block]:
-        """Return the blocks of all files."""
         blocks: list[Block] = []
         for name, file in self.files.items():
             for byte_range in file.stretches:

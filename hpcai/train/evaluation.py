@@ -108,10 +108,8 @@ def _eval_mode_batches(step: Step, model: nn.Module, batches: Any) -> Iterator[t
         if together and (replicas := step.mesh["replicate"]).size > 1:
             for _ in range(count, len(batches)):
                 if batch is None:
-                    raise DataError(
-                        f"replica {replicas.rank} of {replicas.size} has no sample to evaluate, but others need its weights; "
-                        f"take batches of at least {replicas.size} samples"
-                    )
+                    fault = f"replica {replicas.rank} of {replicas.size} has no sample to evaluate, but others need its weights"
+                    raise DataError(f"{fault}; take batches of at least {replicas.size} samples")
                 yield batch, True
     finally:
         model.train(was_training)
@@ -207,10 +205,8 @@ class TrainingRanksEvaluation(BackgroundEvaluation):
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         super().__init__(step, metric, validation)
         if step.cfg.shard == "weights" and step.mesh["replicate"].size > 1:
-            raise ConfigError(
-                "train.evaluate is background, but step.shard is weights, so that no rank has a full model; "
-                "set mesh.evaluate, step.shard=optimizer or train.evaluate=wait"
-            )
+            fault = "train.evaluate is background, but step.shard is weights, so that no rank has a full model"
+            raise ConfigError(f"{fault}; set mesh.evaluate, step.shard=optimizer or train.evaluate=wait")
         if step.mesh["pipeline"].size > 1:
             raise ConfigError("train.evaluate is background, but a pipeline has one schedule: set mesh.evaluate, or wait")
         self.model = step.mesh.background_copy(step.model).requires_grad_(False)

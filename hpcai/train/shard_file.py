@@ -62,7 +62,6 @@ def assign_writers(boxes: Sequence[Box], limit: int) -> Iterator[tuple[tuple[Axi
 
 
 def boxes_to_write(boxes: Sequence[Box], limit: int) -> list[Box]:
-    """Return the boxes that this rank writes."""
     local = [box for axes, parts in assign_writers(boxes, limit) if _rank_in(axes) < len(parts) for box in parts[_rank_in(axes)]]
     return sorted(local, key=lambda box: -box.tensor.itemsize)
 

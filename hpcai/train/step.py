@@ -172,10 +172,8 @@ class Step:
         summed: list[Tensor] = []
         for part in split(batch, self.cfg.accumulate):
             if (count := samples_in(part)) != 1:
-                raise ConfigError(
-                    f"step.clip_per is sample, but a micro-batch has {count}; set step.accumulate to the samples of a replica, "
-                    f"{self.cfg.accumulate * count}"
-                )
+                advice = f"set step.accumulate to the samples of a replica, {self.cfg.accumulate * count}"
+                raise ConfigError(f"step.clip_per is sample, but a micro-batch has {count}; {advice}")
             self.clock.begin("forward")
             with self.autocast():
                 values = self.loss(model, part)
@@ -359,14 +357,11 @@ def _get_loss(values: dict[str, Value]) -> Value:
     loss = values.get("loss")
     if not isinstance(loss[0] if isinstance(loss, tuple) else loss, Tensor):
         kind = f", 'loss' as a {type(loss).__name__}" if "loss" in values else ""
-        raise ConfigError(
-            f"the loss function returned {sorted(values)}{kind}; expected a scalar tensor named 'loss' among them, or (sum, count)"
-        )
+        expected = "a scalar tensor named 'loss' among them, or (sum, count)"
+        raise ConfigError(f"the loss function returned {sorted(values)}{kind}; expected {expected}")
     if wrong := sorted(name for name, value in values.items() if has_finish(value)):
-        raise ConfigError(
-            f"the loss function returned {', '.join(wrong)} as (sums, finish), which an evaluation can report, but no step; "
-            "return a mean or (sum, count), or move it to the metric"
-        )
+        fault = f"the loss function returned {', '.join(wrong)} as (sums, finish), which an evaluation can report, but no step"
+        raise ConfigError(f"{fault}; return a mean or (sum, count), or move it to the metric")
     return loss  # type: ignore[return-value]
 
 

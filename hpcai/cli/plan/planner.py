@@ -115,9 +115,8 @@ class Planner:
             keys = {setting: setting.partition("=")[0] for setting in _BASE_OVERRIDES}
             schema, fixed = workload.settings, self.training.fixed_settings
             base = [setting for setting, key in keys.items() if _has_setting(schema, key) and key not in fixed]
-            self._settings[overrides] = workload.complete_settings(
-                config.load(schema, self.yaml, [*self.overrides, *overrides, *base])
-            )
+            cfg = config.load(schema, self.yaml, [*self.overrides, *overrides, *base])
+            self._settings[overrides] = workload.complete_settings(cfg)
         return self._settings[overrides]
 
     def fixed_axes(self, overrides: Overrides = ()) -> dict[str, int]:
@@ -250,10 +249,8 @@ class Planner:
                 return fit._replace(memory_savings=memory_savings)
             if fit.held > _USABLE_MEMORY * machine.capacity:
                 break
-        raise InfeasibleError(
-            f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}; "
-            "split samples further"
-        )
+        fault = f"{fit.peak / 1e9:.3g} GB of tensors exceed the {machine.capacity / 1e9:.3g} GB of {machine.name}"
+        raise InfeasibleError(f"{fault}; split samples further")
 
     def plan_step(
         self, gpus: int, ways: int, batch: int, machine: Machine, overrides: Overrides = (), choices: Sequence[Overrides] = (),
@@ -505,9 +502,8 @@ def _record_update(paper: StepTracer, step: Step) -> None:
     for state in step.optimizer.states:
         gradient = state.flat_param.gradient()
         tensors = [state.weights, state.low, state.average, *state.moments.values()]
-        paper.add_kernel(
-            "update", 2 * sum(x.nbytes for x in tensors if x is not None) + 2 * (0 if gradient is None else gradient.nbytes)
-        )
+        size = sum(x.nbytes for x in tensors if x is not None) + (0 if gradient is None else gradient.nbytes)
+        paper.add_kernel("update", 2 * size)
     for states, group in step.optimizer.matrix_groups:
         group.orthogonalize_([torch.zeros_like(state.weights) for state in states])
 

@@ -157,10 +157,8 @@ class RingCopy:
         if file.sha256 is None or not self._verify:
             stat = os.stat(path)
             if (stat.st_size, stat.st_mtime_ns) != (file.bytes, file.mtime_ns):
-                raise DataError(
-                    f"{path}: was rewritten while it was copied: {stat.st_size:,} bytes now, {file.bytes:,} at the start; "
-                    "stage again when it is not being written"
-                )
+                fault = f"{path}: was rewritten while it was copied: {stat.st_size:,} bytes now, {file.bytes:,} at the start"
+                raise DataError(f"{fault}; stage again when it is not being written")
 
     def _hash(self, block: _Block, buffer: np.ndarray) -> str:
         """Return the SHA-256 of the file up to the end of the block."""

@@ -120,9 +120,8 @@ class _Job:
             if not self.source.is_dir():
                 raise DataError(f"{self.source}: no such folder on {self.node}; name a dataset that every node can read")
             if self.target.is_relative_to(self.source) or self.source.is_relative_to(self.target):
-                raise DataError(
-                    f"{self.target}: is, contains or is within the source {self.source}; name another folder, on the node's disk"
-                )
+                fault = f"{self.target}: is, contains or is within the source {self.source}"
+                raise DataError(f"{fault}; name another folder, on the node's disk")
             if not ALIGN <= self.block <= 1 << 30:
                 raise DataError(f"blocks of {self.block:,} bytes, expected {ALIGN:,} to {1 << 30:,}; 16 MiB is a good choice")
             return self.node, str(self.target), (self.shards, self.block, self.verify)
@@ -133,14 +132,11 @@ class _Job:
             ranks.setdefault(node, []).append(rank)
             first = ranks[node][0]
             if target != results[first][1]:
-                raise DataError(
-                    f"{node}: rank {first} has the target {results[first][1]}, rank {rank} has {target}; give all ranks of a node "
-                    "the same"
-                )
+                advice = "give all ranks of a node the same"
+                raise DataError(f"{node}: rank {first} has the target {results[first][1]}, rank {rank} has {target}; {advice}")
             if settings != results[0][2]:
-                raise DataError(
-                    f"rank {rank} has (shards, block, verify) {settings}, rank 0 has {results[0][2]}; give all ranks the same"
-                )
+                fault = f"rank {rank} has (shards, block, verify) {settings}, rank 0 has {results[0][2]}"
+                raise DataError(f"{fault}; give all ranks the same")
         self.ranks, nodes = ranks, len(ranks)  # by node, ordered by lowest rank
         if self.shards < 1 or nodes % self.shards:
             fit = ", ".join(str(n) for n in range(1, nodes + 1) if nodes % n == 0)
@@ -162,10 +158,8 @@ class _Job:
                 read_record(self.target, self.source)
                 token.touch(exist_ok=False)
             except OSError as error:
-                raise DataError(
-                    f"{self.target}: cannot be written on {self.node}: {error.strerror}; name a folder on this node's disk, "
-                    "where this user may write"
-                ) from error
+                advice = "name a folder on this node's disk, where this user may write"
+                raise DataError(f"{self.target}: cannot be written on {self.node}: {error.strerror}; {advice}") from error
             return token.name
 
         def check() -> None:
@@ -180,9 +174,8 @@ class _Job:
             try:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise DataError(
-                    f"{self.target}: another job stages to it on {self.node}; wait for its end, or name another folder"
-                ) from error
+                fault = f"{self.target}: another job stages to it on {self.node}"
+                raise DataError(f"{fault}; wait for its end, or name another folder") from error
             except OSError:
                 logger.info("%s: its file system has no locks; see that no other job stages to it", self.target)
 

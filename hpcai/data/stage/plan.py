@@ -63,14 +63,11 @@ def read_record(target: Path, source: Path) -> Record | None:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; repair this node's disk, or name another folder") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{path}: not a record of staged files, or one of another version ({error!r}); delete it and stage again"
-        ) from error
+        fault = f"{path}: not a record of staged files, or one of another version ({error!r})"
+        raise DataError(f"{fault}; delete it and stage again") from error
     if record.source != str(source):
-        raise DataError(
-            f"{target}: holds files staged from {record.source}, not from {source}; name another folder, or delete it with its "
-            f"{RECORD}"
-        )
+        advice = f"name another folder, or delete it with its {RECORD}"
+        raise DataError(f"{target}: holds files staged from {record.source}, not from {source}; {advice}")
     return record
 
 

@@ -44,7 +44,8 @@ def load_weights(path: str | Path, cfg: BertConfig | None = None) -> Bert:
     path = Path(path)
     if path.is_dir():
         saved: BertConfig | None = read_config(path)
-        state = {name: read_full(tensor) for name, tensor in open_tensors(_weights_file(path)).items()}
+        file = path if (path / f"{FILE}.index.json").exists() else path / FILE
+        state = {name: read_full(tensor) for name, tensor in open_tensors(file).items()}
     else:
         state, saved = weights.load_state(path, "bert", BertConfig)
         if saved is None and (path.parent / CONFIG).is_file():
@@ -113,10 +114,6 @@ def _write_config(cfg: BertConfig, path: Path) -> None:
     kind = "BertForPreTraining" if cfg.nsp else "BertForMaskedLM"
     config = {key: getattr(cfg, name) for name, key in _KEYS.items()} | {"model_type": "bert", "architectures": [kind]}
     path.write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _weights_file(folder: Path) -> Path:
-    return folder if (folder / f"{FILE}.index.json").exists() else folder / FILE
 
 
 def _our_names(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

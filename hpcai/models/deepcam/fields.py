@@ -38,10 +38,8 @@ def stack_fields(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[s
         columns.append(_convert_units(name, array, unit, model_unit))
     for i, (name, column) in enumerate(zip(cfg.variables, columns)):
         if column.ndim not in (2, 3) or 0 in column.shape or column.shape != columns[0].shape:
-            raise DataError(
-                f"{name} has shape {list(column.shape)}, {cfg.variables[0]} {list(columns[0].shape)}; "
-                "expected [H, W] or [N, H, W], the same for all and not empty"
-            )
+            fault = f"{name} has shape {list(column.shape)}, {cfg.variables[0]} {list(columns[0].shape)}"
+            raise DataError(f"{fault}; expected [H, W] or [N, H, W], the same for all and not empty")
         _check_range(name, column, cfg, i, arrays[i])
     named, shape = dict(zip(cfg.variables, columns)), columns[0].shape[-2:]
     if named.keys() >= {"U850", "V850", "PSL"} and min(shape) >= 64:  # small regions may have another balance
@@ -68,10 +66,8 @@ def _check_range(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: 
     if bad.any():
         rows = np.unique(np.nonzero(bad)[-2])
         where = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
-        raise DataError(
-            f"{name}: {bad.sum()} values are not finite, in {where} of {values.shape[-2]}{describe_fill_values(raw)}; "
-            "fill them, or leave these rows out"
-        )
+        fault = f"{name}: {bad.sum()} values are not finite, in {where} of {values.shape[-2]}{describe_fill_values(raw)}"
+        raise DataError(f"{fault}; fill them, or leave these rows out")
     if cfg.low is None or cfg.high is None:
         return
     low, high = cfg.low[i], cfg.high[i]

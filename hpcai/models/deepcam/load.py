@@ -40,10 +40,9 @@ def load_weights(path: str | Path, cfg: DeepCamConfig | None = None) -> DeepCam:
         tensors = [tensor for name, tensor in state.items() if ".run_handle." not in name]
         if len(tensors) != len(names):
             missing, unknown = sorted(set(names) - set(state)), sorted(set(state) - set(names))
-            raise CheckpointError(
-                f"{path}: {len(tensors)} tensors, expected {len(names)} in the order of the MLPerf HPC codes; "
-                f"without {', '.join(missing[:3]) or 'nothing'}, and with {', '.join(unknown[:3]) or 'nothing'} unexpected"
-            )
+            fault = f"{path}: {len(tensors)} tensors, expected {len(names)} in the order of the MLPerf HPC codes"
+            others = f"without {', '.join(missing[:3]) or 'nothing'}, and with {', '.join(unknown[:3]) or 'nothing'} unexpected"
+            raise CheckpointError(f"{fault}; {others}")
         state = dict(zip(names, tensors))
         if cfg is None:
             saved_cfg = saved_cfg.model_copy(update={"skip": "before"})

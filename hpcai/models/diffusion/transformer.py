@@ -93,11 +93,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return grouped_query_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def split_heads(x: Tensor, size: int) -> Tensor:
-    """[B, T, H D] -> [B, H, T, D]"""
-    return x.unflatten(-1, (-1, size)).transpose(1, 2)
-
-
 class Attention(nn.Module):
     """Attention with RMS norm of queries and keys, if ``normalized``, and their rotary embedding, if given.
 
@@ -116,7 +111,7 @@ class Attention(nn.Module):
     def forward(self, v: Tensor, rotary: Rotary, *qk: Tensor) -> Tensor:
         # q and k are saved for the norms anyway; without these the results are views of them
         q, k = cheap(self.normalize_rotate, rotary, *qk) if self.normalized else self.normalize_rotate(rotary, *qk)
-        return attend(q, k, split_heads(v, self.size))
+        return attend(q, k, v.unflatten(-1, (-1, self.size)).transpose(1, 2))
 
     def normalize_rotate(self, rotary: Rotary, *qk: Tensor) -> tuple[Tensor, Tensor]:
         q, k = (x.transpose(1, 2) for x in self.normalize(*(x.unflatten(-1, (-1, self.size)) for x in qk)))

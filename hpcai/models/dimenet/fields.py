@@ -113,10 +113,8 @@ def _check_shape(values: Any, name: str, sizes: dict[str, int], where: str) -> F
     if shape[0] == "B" and array.size == math.prod(expected):
         array = array.reshape(expected)  # [3, 3] of one cell, [B, 1] of energies, [3 * B] of joined pbc
     if array.shape != expected:
-        raise DataError(
-            f"{where}: {' or '.join(aliases)} has shape {list(array.shape)}, expected {list(expected)} for {sizes['B']} "
-            f"structures of {sizes['N']} atoms in all"
-        )
+        fault = f"{where}: {' or '.join(aliases)} has shape {list(array.shape)}"
+        raise DataError(f"{fault}, expected {list(expected)} for {sizes['B']} structures of {sizes['N']} atoms in all")
     if name in _CHECK_FINITE:
         for index in np.argwhere(~np.isfinite(array))[:1].tolist():
             raise DataError(f"{where}: {' or '.join(aliases)} {index} is {array[tuple(index)]}, expected a finite number")

@@ -88,9 +88,8 @@ def _build_structure(z: Any, r: Any, cell: Any, periodic: Any, cutoff: float, mo
     if not len(edges.centre):
         raise DataError(f"{where}: no atom has a neighbour within {cutoff:g} angstrom; expected at least one; check the units")
     shift: NDArray[np.float64] = edges.offset.astype(np.float64) @ np.where(periodic[:, None], cell, 0.0)
-    return Structure(
-        r, z, edges.centre, edges.neighbour, shift, find_reverse_edges(edges, len(z)), cutoff, most, np.asarray(cell), periodic,
-    )  # fmt: skip
+    reverse = find_reverse_edges(edges, len(z))
+    return Structure(r, z, edges.centre, edges.neighbour, shift, reverse, cutoff, most, np.asarray(cell), periodic)
 
 
 def check_structure(structure: Structure, cfg: DimeNetConfig, where: str = "a structure") -> None:
@@ -98,10 +97,8 @@ def check_structure(structure: Structure, cfg: DimeNetConfig, where: str = "a st
     if not isinstance(structure, Structure):
         raise DataError(f"{where}: is {type(structure).__name__}, expected a Structure from hpcai.models.dimenet.build_structure")
     if (structure.cutoff, structure.most) != (cfg.cutoff, cfg.most):
-        raise DataError(
-            f"{where} has neighbours within {structure.cutoff:g} angstrom, {structure.most} at most; the model expects "
-            f"{cfg.cutoff:g} and {cfg.most}: build_structure(..., cutoff={cfg.cutoff:g}, most={cfg.most})"
-        )
+        advice = f"the model expects {cfg.cutoff:g} and {cfg.most}: build_structure(..., cutoff={cfg.cutoff:g}, most={cfg.most})"
+        raise DataError(f"{where} has neighbours within {structure.cutoff:g} angstrom, {structure.most} at most; {advice}")
     largest = int(structure.numbers.max())
     if largest >= cfg.elements:
         raise DataError(f"{where} has an atom of element {largest}; the model has embeddings up to {cfg.elements - 1}")

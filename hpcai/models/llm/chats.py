@@ -182,8 +182,7 @@ def _compile(template: str) -> Any:
         def _enclose(self, marks: tuple[str, str], caller: Any) -> str:
             return f"{marks[0]}{caller()}{marks[1]}"
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
+    extensions = [Generation, "jinja2.ext.loopcontrols"]
+    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     return environment.from_string(template)

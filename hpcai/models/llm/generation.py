@@ -22,16 +22,8 @@ from hpcai.dist.mesh import Axis
 from hpcai.dist.watchdog import before_destroy_process_group
 from hpcai.errors import ConfigError, DataError
 from hpcai.kernels.causal_attention import decode_attention
+from hpcai.models.llm import gathered
 from hpcai.models.llm.config import SamplingConfig
-from hpcai.models.llm.gathered import (
-    Override,
-    active_pipeline,
-    gather_overrides,
-    local_attention,
-    local_attentions,
-    local_modules,
-    override_attributes,
-)
 from hpcai.models.llm.model import LLM, MLP, CausalAttention, GatedMLP, depends_on_length
 from hpcai.nn.cuda_graph import Graph, graph_factory
 from hpcai.nn.lm_head import LMHead
@@ -110,12 +102,12 @@ class Generation(Iterator[list[int | None]]):
         self.uniforms = torch.stack(rows, 1).to(device)  # [max_tokens, B]
         size = self._span(self.max_length + self.max_tokens)
         self.cache = KVCache(self.max_length - self.positions, self.max_length, size, len({*self.lengths}) > 1 or bool(self.graphs))
-        self._overrides = gather_overrides(model, pipeline)
+        self._overrides = gathered.gather_overrides(model, pipeline)
         if depends_on_length(model.cfg.rotary):  # cached keys must have the frequencies of later queries
             length = torch.full((), self.max_length + self.max_tokens, device=device)
-            self._overrides += [(module, "text_length", length) for module in local_modules(model, pipeline)]
-        for attention in local_attentions(model):
-            cached = _CachedAttention(self.cache, local_attention(attention))
+            self._overrides += [(module, "text_length", length) for module in gathered.local_modules(model, pipeline)]
+        for attention in gathered.local_attentions(model):
+            cached = _CachedAttention(self.cache, gathered.local_attention(attention))
             self._overrides += [(attention, "update_cache", cached.update), (attention, "core_attention", cached)]
         self._on_cpu = device.type == "cpu" and not is_fully_sharded(model)  # whose weights would stay in inference mode
         if self._on_cpu and self.max_tokens >= _MANY and not self._autocast["enabled"]:
@@ -199,7 +191,7 @@ class Generation(Iterator[list[int | None]]):
         if tokens.shape[1] > 1 and isinstance(model.lm_head, LMHead):
             hook = model.lm_head.register_forward_pre_hook(keep_last_token)
         try:
-            with override_attributes(self._overrides), torch.autocast(**self._autocast, cache_enabled=self.graphs is None):
+            with gathered.override_attributes(self._overrides), torch.autocast(**self._autocast, cache_enabled=self.graphs is None):
                 y: Tensor | None = run(model, tokens) if self.pipeline is None else self.pipeline.forward(run, tokens, nullcontext)
                 return y
         finally:
@@ -233,9 +225,8 @@ def generate(
     """
     check_prompts(prompts, model.cfg.vocabulary, model.cfg.max_length)
     seeds = [seed + n for n in range(len(prompts))] if isinstance(seed, int) else seed
-    return Generation(
-        model, prompts, cfg or SamplingConfig(), stop, seeds, vocab_size, active_pipeline(model, pipeline), capture, graph
-    )
+    pipeline = gathered.active_pipeline(model, pipeline)
+    return Generation(model, prompts, cfg or SamplingConfig(), stop, seeds, vocab_size, pipeline, capture, graph)
 
 
 def complete(
@@ -304,10 +295,10 @@ class _CachedAttention(CausalAttention):
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module) -> list[Override]:
+def copy_weights(model: nn.Module) -> list[gathered.Override]:
     """Return overrides by copies of weights, of layers with the same input in one. A CPU multiplies few tokens with a column-major
     matrix of more outputs than inputs in half of the time. Weights that are sharded, quantized or adapted are left out."""
-    overrides, left = list[Override](), _COPIES
+    overrides, left = list[gathered.Override](), _COPIES
     for part in model.modules():
         linears: Any = [part] if isinstance(part, LMHead) else [part.up_proj] if isinstance(part, MLP) else []
         linears = [part.gate_proj, part.up_proj] if isinstance(part, GatedMLP) else getattr(part, "first_layers", linears)

@@ -13,22 +13,9 @@ from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.json_file import read_object
+from hpcai.models.llm import families
 from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.critic import Critic
-from hpcai.models.llm.families import (
-    CONFIG,
-    OURS,
-    TRAINING_EXPERTS,
-    TRAINING_SETTINGS,
-    Rule,
-    comparable,
-    family,
-    hub_config,
-    read_config,
-    tensor_rules,
-    to_hub,
-    views,
-)
 from hpcai.models.llm.model import LLM
 from hpcai.models.llm.mxfp4 import Mxfp4View
 from hpcai.nn import weights
@@ -55,7 +42,7 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     settings = read_settings(path)
     if cfg is not None:
         chosen = {"positions", "mtp_layers"}
-        weights.check_sizes(path, comparable(settings).model_dump(exclude=chosen), comparable(cfg).model_dump())
+        weights.check_sizes(path, families.comparable(settings).model_dump(exclude=chosen), families.comparable(cfg).model_dump())
         settings = cfg
     tensors = _open_weights(path, settings)
     with deferred():
@@ -75,13 +62,13 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
 def override_settings(folder: str | Path, cfg: LLMConfig) -> LLMConfig:
     """Return the settings of the weights in ``folder``, with those of training and ``positions`` from ``cfg`` where they are no
     defaults. Raises ConfigError for another setting of ``cfg`` that differs from that of the weights."""
-    loaded, changes, free = read_settings(folder), cfg.changed, {*TRAINING_SETTINGS, "positions"}
+    loaded, changes, free = read_settings(folder), cfg.changed, {*families.TRAINING_SETTINGS, "positions"}
     if "mtp_layers" in cfg.model_fields_set and cfg.mtp_layers < loaded.mtp_layers:
         loaded = loaded.model_copy(update={"mtp_layers": cfg.mtp_layers})
     if loaded.experts is not None and (experts := changes.pop("experts", None)) is not None:
         updates = {name: getattr(experts, name) for name in experts.model_fields_set}
         for name, value in updates.items():
-            if name not in TRAINING_EXPERTS and value != getattr(loaded.experts, name):
+            if name not in families.TRAINING_EXPERTS and value != getattr(loaded.experts, name):
                 ours = getattr(loaded.experts, name)
                 raise ConfigError(f"model.experts.{name} is {value}, in {folder} it is {ours}; leave it out")
         loaded = loaded.model_copy(update={"experts": loaded.experts.model_copy(update=updates)})
@@ -114,19 +101,19 @@ def save_folder(
     index. ``source``: The folder of the original model, for its family, token ids and generation_config.json. Raises
     CheckpointError for settings that no family has."""
     folder, original = Path(folder), _source_config(source)
-    config = hub_config(cfg, next(iter(state.values())).dtype, original)
+    config = families.hub_config(cfg, next(iter(state.values())).dtype, original)
     folder.mkdir(parents=True, exist_ok=True)
     save_sharded(hub_state(state, cfg, config["model_type"]), folder, _FILE, shard)
-    _write_json(folder / CONFIG, config)
+    _write_json(folder / families.CONFIG, config)
     if (generation := _generation_config(source, original)) is not None:
         _write_json(folder / _GENERATION, generation)
 
 
 def hub_state(state: Mapping[str, Tensor], cfg: LLMConfig, kind: str | None = None) -> dict[str, Tensor]:
     """Return parameters under the names and in the shapes of a family, by default the first that has these settings."""
-    kind = kind or hub_config(cfg, torch.float32)["model_type"]
-    rules = tensor_rules(cfg, kind, {name: tensor.shape for name, tensor in state.items()})
-    return {name: tensor for rule in rules for name, tensor in to_hub(rule, state, cfg).items()}
+    kind = kind or families.hub_config(cfg, torch.float32)["model_type"]
+    rules = families.tensor_rules(cfg, kind, {name: tensor.shape for name, tensor in state.items()})
+    return {name: tensor for rule in rules for name, tensor in families.to_hub(rule, state, cfg).items()}
 
 
 def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
@@ -134,12 +121,12 @@ def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path],
     of the model."""
     original = _source_config(model.folder) or _token_ids(model)
     try:
-        config = hub_config(model.cfg, torch.float32, original)
+        config = families.hub_config(model.cfg, torch.float32, original)
     except CheckpointError:
         return {_FILE: export}
     config |= {key: original[key] for key in _TOKENS if key in original}
     writers: dict[str, Callable[[Path], Any]] = {_FILE: partial(_export, model.cfg, config["model_type"], export)}
-    writers[CONFIG] = lambda path: _write_json(path, config)
+    writers[families.CONFIG] = lambda path: _write_json(path, config)
     if (generation := _generation_config(model.folder, original)) is not None:
         writers[_GENERATION] = lambda path: _write_json(path, generation)
     return writers
@@ -148,25 +135,25 @@ def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path],
 def model_family(model: LLM) -> str:
     """Return the family whose names the files of a model have: that of its folder, or the first with its settings, or OURS."""
     try:
-        return str(hub_config(model.cfg, torch.float32, _source_config(model.folder))["model_type"])
+        return str(families.hub_config(model.cfg, torch.float32, _source_config(model.folder))["model_type"])
     except CheckpointError:
-        return OURS
+        return families.OURS
 
 
 def _export(cfg: LLMConfig, kind: str, export: Callable[..., None], path: Path) -> None:
     """Write weights of a run under the names of ``kind``, one rule at a time."""
-    if not family(kind)["names"]:
+    if not families.family(kind)["names"]:
         export(path)
         return
     ours = path.with_name(f"{path.name}.ours")
     export(ours)
     try:
         stored = open_tensors(ours)
-        rules = tensor_rules(cfg, kind, {name: tensor.size for name, tensor in stored.items()})
+        rules = families.tensor_rules(cfg, kind, {name: tensor.size for name, tensor in stored.items()})
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for rule in rules:
-                yield from to_hub(rule, {name: read_full(stored[name]) for name in rule.ours}, cfg).items()
+                yield from families.to_hub(rule, {name: read_full(stored[name]) for name in rule.ours}, cfg).items()
 
         write_tensors(path, tensors)
     finally:
@@ -174,7 +161,7 @@ def _export(cfg: LLMConfig, kind: str, export: Callable[..., None], path: Path) 
 
 
 def _source_config(folder: str | Path | None) -> dict[str, Any]:
-    path = None if folder is None else Path(folder) / CONFIG
+    path = None if folder is None else Path(folder) / families.CONFIG
     return read_object(path, "settings as transformers writes them") if path is not None and path.is_file() else {}
 
 
@@ -201,22 +188,22 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def resolve_run(path: Path) -> Path:
     """Return the weights file of a run, which has the settings, or else ``path``. Raises ConfigError for a folder of adapters."""
     for adapter in (path / "adapter", path):
-        if (adapter / "adapter_config.json").is_file() and not (path / CONFIG).exists() and not (path / _FILE).exists():
+        if (adapter / "adapter_config.json").is_file() and not (path / families.CONFIG).exists() and not (path / _FILE).exists():
             base = read_object(adapter / "adapter_config.json", "settings of an adapter").get("base_model_name_or_path") or "BASE"
             raise ConfigError(f"{path}: holds adapters of a model: give weights={base} adapter={adapter}, or merge them first")
-    return path / _FILE if path.is_dir() and not (path / CONFIG).exists() and (path / _FILE).exists() else path
+    return path / _FILE if path.is_dir() and not (path / families.CONFIG).exists() and (path / _FILE).exists() else path
 
 
 def read_settings(path: str | Path) -> LLMConfig:
     """Read the settings of a model without its weights, from all that ``load_weights`` accepts, and log layers that it lacks."""
     path = resolve_run(Path(path))
-    settings = read_config(path) if path.is_dir() else weights.read_settings(path, "llm", LLMConfig)
+    settings = families.read_config(path) if path.is_dir() else weights.read_settings(path, "llm", LLMConfig)
     if settings is None:
-        raise CheckpointError(f"{path}: weights without settings; give the folder that has {CONFIG} beside them")
+        raise CheckpointError(f"{path}: weights without settings; give the folder that has {families.CONFIG} beside them")
     without = settings.model_copy(update={"mtp_layers": 0})
     if not settings.mtp_layers or not path.is_dir() or any(_is_prediction_layer(name, without) for name in _open_files(path)):
         return settings
-    logger.warning("%s: no tensors of the %d layers of multi-token prediction in %s", path, settings.mtp_layers, CONFIG)
+    logger.warning("%s: no tensors of the %d layers of multi-token prediction in %s", path, settings.mtp_layers, families.CONFIG)
     return without
 
 
@@ -232,22 +219,22 @@ def _open_weights(path: Path, cfg: LLMConfig) -> dict[str, Lazy]:
     opened = _open_files(path)
     if "score.weight" in opened and not cfg.tied:  # the head for the classification of sequences
         opened["lm_head.weight"] = opened.pop("score.weight")
-    kind = str(_source_config(path)["model_type"]) if path.is_dir() else OURS
+    kind = str(_source_config(path)["model_type"]) if path.is_dir() else families.OURS
     shapes = {name: tensor.size for name, tensor in opened.items()}
-    weights.check_claims(path / CONFIG if path.is_dir() else path, cfg, shapes, family(kind)["keys"])
+    weights.check_claims(path / families.CONFIG if path.is_dir() else path, cfg, shapes, families.family(kind)["keys"])
     with torch.device("meta"):
         sizes = {name: tuple(tensor.shape) for name, tensor in LLM(cfg).state_dict().items()}
-    rules, prefix = tensor_rules(cfg, kind, sizes), family(kind).get("prefix", "")
+    rules, prefix = families.tensor_rules(cfg, kind, sizes), families.family(kind).get("prefix", "")
     stored = dict(_known(opened, prefix, rules, cfg, path))
     copies = {rule.theirs[0]: rule.ours[0] for rule in rules if rule.form == "copy"}
     rules = [rule for rule in rules if rule.form != "copy"]
     if missing := [name for rule in rules for name in rule.theirs if name not in stored]:
         others = f", nor {len(missing) - 1} others" if missing[1:] else ""
-        raise CheckpointError(f"{path}: has no {missing[0]}{others}; is {CONFIG} that of these weights?")
+        raise CheckpointError(f"{path}: has no {missing[0]}{others}; is {families.CONFIG} that of these weights?")
     for tensor in stored.values():
         if isinstance(tensor, LazyTensor) and tensor.dtype not in _FLOATS:
             raise CheckpointError(f"{tensor.path}: {tensor.key} is {tensor.dtype}, expected {', '.join(sorted(_FLOATS))}")
-    tensors = {name: tensor for rule in rules for name, tensor in views(rule, stored.__getitem__, cfg, sizes).items()}
+    tensors = {name: tensor for rule in rules for name, tensor in families.views(rule, stored.__getitem__, cfg, sizes).items()}
     tensors["model.mtp.embed_tokens.weight"] = embedding = tensors["model.embed_tokens.weight"]
     if cfg.tied:
         tensors["lm_head.weight"] = embedding
@@ -255,7 +242,8 @@ def _open_weights(path: Path, cfg: LLMConfig) -> dict[str, Lazy]:
     for copy, name in copies.items():
         if copy in opened and not torch.equal(read_full(opened[copy]), read_full(tensors[name])):
             setting = "tie_word_embeddings to false" if copy == "lm_head.weight" else "num_nextn_predict_layers to 0"
-            raise CheckpointError(f"{path}: {copy} differs from {name}; set {setting} in {CONFIG} if it is a weight of its own")
+            advice = f"set {setting} in {families.CONFIG} if it is a weight of its own"
+            raise CheckpointError(f"{path}: {copy} differs from {name}; {advice}")
     return tensors
 
 
@@ -269,7 +257,7 @@ def _has_value_head(path: Path) -> bool:
 
 
 def _known(
-    opened: Mapping[str, LazyTensor], prefix: str, rules: list[Rule], cfg: LLMConfig, path: Path
+    opened: Mapping[str, LazyTensor], prefix: str, rules: list[families.Rule], cfg: LLMConfig, path: Path
 ) -> Iterator[tuple[str, Lazy]]:
     """Yield the tensors of the files by their names in ``rules``. Raises CheckpointError for an unexpected tensor."""
     expected = {name for rule in rules for name in rule.theirs}
@@ -285,7 +273,8 @@ def _known(
                 raise CheckpointError(f"{path}: has {name}, but not its blocks; fetch or save the folder again")
             yield name.removesuffix("_scales"), TransposedView(Mxfp4View(blocks, tensor))
         elif not (name.endswith("_blocks") and name.removesuffix("_blocks") in expected):
-            raise CheckpointError(f"{path}: has {name}, which no module of the settings has; is {CONFIG} that of these weights?")
+            question = f"is {families.CONFIG} that of these weights?"
+            raise CheckpointError(f"{path}: has {name}, which no module of the settings has; {question}")
 
 
 def _is_prediction_layer(name: str, cfg: LLMConfig) -> bool:

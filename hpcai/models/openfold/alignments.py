@@ -87,10 +87,9 @@ def encode(sequence: str) -> NDArray[np.int8]:
     if not isinstance(sequence, str):
         raise DataError(f"sequence: found {type(sequence).__name__}, expected a string with one letter per residue, such as 'MKVL'")
     if bad := re.search("[^A-Za-z]", sequence):
-        raise DataError(
-            f"sequence: character {bad.start() + 1} of {len(sequence):,} is {bad[0]!r}, expected a letter for each residue; leave "
-            "out white space, gaps and a stop ('*'), write X for an unknown residue, and fold chains separately"
-        )
+        fault = f"sequence: character {bad.start() + 1} of {len(sequence):,} is {bad[0]!r}, expected a letter for each residue"
+        advice = "leave out white space, gaps and a stop ('*'), write X for an unknown residue, and fold chains separately"
+        raise DataError(f"{fault}; {advice}")
     return _CODES[np.frombuffer(sequence.upper().encode("ascii"), np.uint8)]
 
 

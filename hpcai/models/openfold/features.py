@@ -98,10 +98,8 @@ def _check_inputs(where: str, aatype: Array, alignment: Alignment) -> None:
     if msa.ndim != 2 or not len(msa):
         raise DataError(f"{where}: an alignment of shape {msa.shape}, expected rows [S, {len(aatype)}], at least the query")
     if msa.shape[1] != len(aatype) or deletions.shape != msa.shape:
-        raise DataError(
-            f"{where}: an alignment of {msa.shape} with deletions of {deletions.shape} for {len(aatype)} residues, expected "
-            "as many columns; is it of another chain?"
-        )
+        fault = f"{where}: an alignment of {msa.shape} with deletions of {deletions.shape} for {len(aatype)} residues"
+        raise DataError(f"{fault}, expected as many columns; is it of another chain?")
     if msa.dtype.kind not in "iu" or msa.min() < 0 or msa.max() > GAP or deletions.min() < 0:
         raise DataError(
             f"{where}: letters {msa.dtype} from {msa.min()} to {msa.max()} and deletions from {deletions.min()} in the alignment; "
@@ -203,10 +201,8 @@ def _validate_templates(templates: Mapping[str, Array] | None, length: int, wher
     arrays = [to_array(templates[name], name) for name in TEMPLATES]
     for name, array, shape in zip(TEMPLATES, arrays, shapes):
         if array.shape != (len(arrays[0]), *shape):
-            raise DataError(
-                f"{where}: {name} of shape {array.shape}, expected {(len(arrays[0]), *shape)} for {len(arrays[0])} templates of "
-                f"{length} residues; are they of another chain?"
-            )
+            expected = f"{(len(arrays[0]), *shape)} for {len(arrays[0])} templates of {length} residues; are they of another chain?"
+            raise DataError(f"{where}: {name} of shape {array.shape}, expected {expected}")
     return arrays
 
 
@@ -221,9 +217,7 @@ def collate(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
         for name, array in sample.items():
             first = samples[0][name]
             if (array.shape, array.dtype) != (first.shape, first.dtype):
-                raise DataError(
-                    f"{name}: {array.dtype} {array.shape} in sample {number} and {first.dtype} {first.shape} in sample 0; "
-                    "expected the same crop, rows, templates and passes in all"
-                )
+                fault = f"{name}: {array.dtype} {array.shape} in sample {number} and {first.dtype} {first.shape} in sample 0"
+                raise DataError(f"{fault}; expected the same crop, rows, templates and passes in all")
     stacks = {name: np.stack([np.moveaxis(sample[name], -1, 0) for sample in samples], 1) for name in samples[0]}
     return {name: np.moveaxis(stack, 0, -1) for name, stack in stacks.items()}

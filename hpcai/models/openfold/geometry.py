@@ -40,7 +40,6 @@ class Frames(NamedTuple):
         return rotate(self.rotation, points) + self.translation
 
     def invert_apply(self, points: Tensor) -> Tensor:
-        """The inverse of ``apply``."""
         return rotate(self.rotation.transpose(-1, -2), points - self.translation)
 
     def compose(self, inner: "Frames") -> "Frames":

@@ -157,10 +157,8 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
         matches = {each: sum(_has(state, name, each) for name in _MARKER_NAMES) for each in get_args(Form)}
         form = max(matches, key=lambda each: matches[each])
         if not matches[form]:
-            raise CheckpointError(
-                f"{path}: unknown names:  {_shorten(list(state))}; expected {public_names(_MARKER_NAMES[0])[0]} of "
-                f"the public OpenFold, or its like of {', '.join(matches)}"
-            )
+            known = f"{public_names(_MARKER_NAMES[0])[0]} of the public OpenFold, or its like of {', '.join(matches)}"
+            raise CheckpointError(f"{path}: unknown names:  {_shorten(list(state))}; expected {known}")
         try:
             saved_cfg = cfg or _infer_settings(state, form)
         except (LookupError, RuntimeError, ValueError, ArithmeticError) as problem:
@@ -193,10 +191,8 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
 def _check_names(names: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
     missing, unexpected = ([name for name in left if name not in right] for left, right in ((expected, names), (names, expected)))
     if missing or unexpected:
-        raise CheckpointError(
-            f"{path}: weights by the names of {form!r} that do not fit: {_shorten(missing)} missing; {_shorten(unexpected)} "
-            "unexpected; pass the settings of these weights, or none, and a file of one form"
-        )
+        fault = f"{_shorten(unexpected)} unexpected; pass the settings of these weights, or none, and a file of one form"
+        raise CheckpointError(f"{path}: weights by the names of {form!r} that do not fit: {_shorten(missing)} missing; {fault}")
 
 
 def _merge_blocks(names: Iterable[str]) -> list[str]:

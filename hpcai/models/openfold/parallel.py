@@ -28,9 +28,8 @@ def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
     for name, part in model.named_modules():
         if isinstance(part, TriangleMultiplication):
             if (channels := part.linear_z.in_features) % axis.size:
-                raise MeshError(
-                    f"mesh.axial is {axis.size}, which does not divide the {channels} channels of {name}; take a divisor of them"
-                )
+                advice = "take a divisor of them"
+                raise MeshError(f"mesh.axial is {axis.size}, which does not divide the {channels} channels of {name}; {advice}")
             part.to_channels, part.to_rows = RowsToChannels(axis), ChannelsToRows(axis)
         elif isinstance(part, (EvoformerBlock, PairStack)):
             part.to_columns, part.to_rows = AllToAll(axis, 2, 1), AllToAll(axis, 1, 2)

@@ -4,7 +4,7 @@ Internal coordinates are in units of 10 angstrom, outputs in angstrom. Everythin
 B batch, R residues, H heads, C channels, P points, L passes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,14 +113,9 @@ class StructureTransition(nn.Module):
 
     def __init__(self, single: int, cfg: StructureConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({
-                "linear_1": Linear(single, single, init="relu"),
-                "linear_2": Linear(single, single, init="relu"),
-                "linear_3": Linear(single, single, init="final"),
-            })
-            for _ in range(cfg.transition_layers)
-        )
+        inits: dict[str, Any] = {"linear_1": "relu", "linear_2": "relu", "linear_3": "final"}
+        layers = ({name: Linear(single, single, init=init) for name, init in inits.items()} for _ in range(cfg.transition_layers))
+        self.layers = nn.ModuleList(map(nn.ModuleDict, layers))
         self.dropout = nn.Dropout(cfg.dropout)
         self.layer_norm = LayerNorm(single)
 

@@ -31,19 +31,16 @@ def _check(aatype: Any, positions: Any, mask: Any, where: str, most: int) -> tup
     aatype, positions, mask = np.asarray(aatype), np.asarray(positions, np.float32), np.asarray(mask, np.float32)
     shape = aatype.shape
     if not shape or mask.shape != (*shape, 37) or positions.shape != (*shape, 37, 3):
-        raise DataError(
-            f"{where}: residue types {shape}, positions {positions.shape} and mask {mask.shape} do not fit together; expected "
-            "[..., N], [..., N, 37, 3] and [..., N, 37]"
-        )
+        fault = f"{where}: residue types {shape}, positions {positions.shape} and mask {mask.shape} do not fit together"
+        raise DataError(f"{fault}; expected [..., N], [..., N, 37, 3] and [..., N, 37]")
     _check_types(aatype, where, most)
     if not ((mask == 0) | (mask == 1)).all():
         raise DataError(f"{where}: the mask of atoms has values other than 0 and 1; expected 1 for atoms with a position")
     positions = np.where(mask[..., None] > 0, positions, np.float32(0))
     if not np.isfinite(positions).all():
         *_, residue, atom, _ = np.argwhere(~np.isfinite(positions))[0]
-        raise DataError(
-            f"{where}: {residues.ATOM_TYPES[atom]} of residue {residue} has no finite position; expected angstrom, or 0 in the mask"
-        )
+        expected = "angstrom, or 0 in the mask"
+        raise DataError(f"{where}: {residues.ATOM_TYPES[atom]} of residue {residue} has no finite position; expected {expected}")
     return aatype, positions, mask
 
 

@@ -10,7 +10,7 @@ from hpcai.models.resnet.config import ResNetConfig
 from hpcai.models.resnet.model import ResNet
 from hpcai.nn import weights
 
-FORMS = ("torchvision",)
+FORMS = ("torchvision",)  # its names, which timm has too, are ours
 
 
 def load_weights(path: str | Path, cfg: ResNetConfig | None = None) -> ResNet:
@@ -42,8 +42,3 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
     groups = len(inner) // inner.shape[1] if block == "bottleneck" else 1
     width = 64 * inner.shape[1] // base if block == "bottleneck" else 64
     return {"block": block, "layers": tuple(counts), "base_width": base, "groups": groups, "width_per_group": width}
-
-
-def in_form(state: Mapping[str, Tensor], cfg: ResNetConfig, form: str) -> dict[str, Tensor]:
-    """Return the weights in the format of another code: those of torchvision and timm have the same names."""
-    return dict(state)

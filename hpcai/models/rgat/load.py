@@ -12,7 +12,7 @@ from hpcai.models.rgat.config import SEPARATOR, RGATConfig
 from hpcai.models.rgat.model import RGAT
 from hpcai.nn import weights
 
-FORMS = ("pyg",)
+FORMS = ("pyg",)  # its names are ours
 _CONV = re.compile(r"(convs\.\d+\.convs\.)<?(\w+?)>?\.(att_src|att_dst|bias|lin(?:_src|_dst)?\.weight)$")
 
 
@@ -62,8 +62,3 @@ def _infer_sizes(state: Mapping[str, Tensor]) -> dict[str, Any]:
         "features": state[f"{first}.lin.weight"].shape[1], "hidden": heads * width, "heads": heads, "relations": relations,
         "layers": len({match[1] for match in names}), "num_classes": len(state["lin.weight"]),
     }  # fmt: skip
-
-
-def in_form(state: Mapping[str, Tensor], cfg: RGATConfig, form: str) -> dict[str, Tensor]:
-    """Return the weights in the format of another code: those of PyTorch Geometric have the same names."""
-    return dict(state)

@@ -25,19 +25,12 @@ from hpcai.dist.collectives import all_reduce_min
 from hpcai.dist.mesh import Axis
 from hpcai.dist.watchdog import HEARTBEAT
 from hpcai.errors import ConfigError
+from hpcai.models.llm import gathered
 from hpcai.models.llm.config import EngineConfig, SamplingConfig
 from hpcai.models.llm.engine.attention import FEW, Layout, PagedAttention, Span, device_tensor
 from hpcai.models.llm.engine.blocks import BlockPool
 from hpcai.models.llm.engine.quantization import QuantizedLayers
 from hpcai.models.llm.engine.scheduler import Chunk, Request, Scheduler
-from hpcai.models.llm.gathered import (
-    active_pipeline,
-    gather_overrides,
-    local_attention,
-    local_attentions,
-    local_modules,
-    override_attributes,
-)
 from hpcai.models.llm.generation import autocast_state, check_prompts, copy_weights, is_fully_sharded, sample_tokens, step_graphs
 from hpcai.models.llm.model import LLM, depends_on_length
 from hpcai.nn.cuda_graph import Graph
@@ -73,8 +66,8 @@ class CachedModel:
     def allocate(self, count: int, size: int, queries: int) -> None:
         """Allocate ``count`` blocks of ``size`` tokens. ``queries``: The largest number of those of captured steps."""
         self.count, self.size, self.queries = count, size, _round_queries(queries)
-        blocks = count + self._has_tables
-        self.attentions = [PagedAttention(local_attention(each), blocks, size) for each in local_attentions(self.model)]
+        blocks, attentions = count + self._has_tables, gathered.local_attentions(self.model)
+        self.attentions = [PagedAttention(gathered.local_attention(each), blocks, size) for each in attentions]
         self.refresh()
 
     def refresh(self) -> None:
@@ -85,11 +78,12 @@ class CachedModel:
                 self.graphs.close()
             self._addresses = addresses
         self._on_cpu = self.device.type == "cpu" and not is_fully_sharded(self.model)  # whose weights would stay in inference mode
-        self._overrides = gather_overrides(self.model, self.pipeline)
-        for attention, paged in zip(local_attentions(self.model), self.attentions):
+        self._overrides = gathered.gather_overrides(self.model, self.pipeline)
+        for attention, paged in zip(gathered.local_attentions(self.model), self.attentions):
             self._overrides += [(attention, "update_cache", paged.update), (attention, "core_attention", paged)]
         if depends_on_length(self.model.cfg.rotary):  # keys must have the frequencies of later queries: those of the longest text
-            self._overrides += [(module, "text_length", self._length) for module in local_modules(self.model, self.pipeline)]
+            modules = gathered.local_modules(self.model, self.pipeline)
+            self._overrides += [(module, "text_length", self._length) for module in modules]
         if self.quantized is not None:
             self._overrides += self.quantized.refresh()
         if self._on_cpu and self.graphs is None and not torch.is_autocast_enabled("cpu"):
@@ -99,13 +93,13 @@ class CachedModel:
         """Return the bytes of the keys and values of a token on this rank."""
         cfg = self.model.cfg
         heads = (max(1, cfg.kv_heads * each.o_proj.weight.shape[1] // (cfg.heads * each.value_dim))
-                 for each in local_attentions(self.model))  # fmt: skip
+                 for each in gathered.local_attentions(self.model))  # fmt: skip
         return 2 * sum(heads) * cfg.head_dim * self.dtype.itemsize
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Return ``function()``, in which the model uses the cache."""
         device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-        with torch.no_grad(), torch.inference_mode() if self._on_cpu else device, override_attributes(self._overrides):
+        with torch.no_grad(), torch.inference_mode() if self._on_cpu else device, gathered.override_attributes(self._overrides):
             if not self.model.training:
                 return function()
             self.model.eval()
@@ -189,15 +183,15 @@ class Engine:
         self, model: LLM, cfg: EngineConfig | None = None, *, draft: LLM | None = None, vocab_size: int | None = None,
         pipeline: Any = None, capture: bool = True, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.cfg, self.pipeline = model, cfg or EngineConfig(), active_pipeline(model, pipeline)
+        self.model, self.cfg, self.pipeline = model, cfg or EngineConfig(), gathered.active_pipeline(model, pipeline)
         self.vocab_size = min(vocab_size or model.cfg.vocabulary, model.cfg.vocabulary)
         self.target = CachedModel(model, self.pipeline, self.cfg, capture, graph)
         self.draft = None if draft is None else CachedModel(draft, None, self.cfg, capture, graph)
         self.max_length, self.device = model.cfg.max_length, self.target.device
         if draft is not None:
             if draft.cfg.vocabulary != model.cfg.vocabulary or self.pipeline is not None:
-                actual = f"a draft model of {draft.cfg.vocabulary} vocabulary entries, the model has {model.cfg.vocabulary}"
-                raise ConfigError(f"{actual}; expected as many, and no pipeline")
+                fault = f"a draft model of {draft.cfg.vocabulary} vocabulary entries, the model has {model.cfg.vocabulary}"
+                raise ConfigError(f"{fault}; expected as many, and no pipeline")
             self.max_length = min(self.max_length, draft.cfg.max_length)
         size, count, ahead = self.cfg.block_size, self._count_blocks(), self.cfg.num_speculative_tokens if draft else 0
         self.blocks = BlockPool(count)
@@ -238,8 +232,8 @@ class Engine:
         check_prompts([request.prompt], self.model.cfg.vocabulary, self.max_length, lambda _: named)
         longest = min(len(request.prompt) + request.cfg.most, self.max_length)
         if longest > (capacity := self.blocks.count * self.cfg.block_size):
-            actual = f"a text of {len(request.prompt)} tokens and {request.cfg.most} further ones does not fit into a cache of"
-            raise ConfigError(f"{actual} {capacity} tokens; set engine.cache_tokens to more, or most to less")
+            fault = f"a text of {len(request.prompt)} tokens and {request.cfg.most} further ones does not fit into a cache of"
+            raise ConfigError(f"{fault} {capacity} tokens; set engine.cache_tokens to more, or most to less")
         generator = torch.Generator().manual_seed(request.seed)
         request.uniforms = torch.rand(request.cfg.most, dtype=torch.float32, generator=generator).tolist()
         min(self.schedulers, key=lambda each: len(each.waiting) + len(each.running)).add(request)
@@ -417,6 +411,6 @@ class Engine:
             for axis in sorted(axes | ({self.pipeline.axis} if self.pipeline else set()), key=lambda axis: axis.name):
                 tokens = int(all_reduce_min(torch.tensor(tokens), axis))
         if tokens < size:
-            actual = f"a cache of {tokens} tokens is less than a block of {size} (engine.block_size)"
-            raise ConfigError(f"{actual}; set engine.cache_tokens to more")
+            fault = f"a cache of {tokens} tokens is less than a block of {size} (engine.block_size)"
+            raise ConfigError(f"{fault}; set engine.cache_tokens to more")
         return tokens // size
