@@ -133,7 +133,8 @@ def pack_logs(results: "Results", path: Path) -> None:
     """Pack the MLPerf logs of all runs with the checker's verdicts: SYSTEM/RUN/result_0.txt, verdict.json and settings.yaml."""
     with tarfile.open(path, "w:gz") as archive:
         for case in results.cases:
+            folder = f"{results.system}/{re.sub('[ /]', '-', case.label)}"
             files = {"run/mlperf.log": "result_0.txt", "mlperf.json": "verdict.json", "run/settings.yaml": "settings.yaml"}
             for file, name in files.items():
                 if case.folder and (case.folder / "mlperf.json").is_file() and (case.folder / file).is_file():
-                    archive.add(case.folder / file, f"{results.system}/{case.label.replace(' ', '-')}/{name}")
+                    archive.add(case.folder / file, f"{folder}/{name}")

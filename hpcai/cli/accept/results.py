@@ -63,9 +63,9 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The app or the part, and its parameters: ``bert weak 2 nodes``."""
+        """The app or the part, and its parameters: ``bert weak 2 nodes``, ``bert weak 1/4 node``."""
         words = self.test.removeprefix("HPCAI_"), *(value for _, value in _PARAMETER.findall(self.title))
-        return " ".join(words).replace("_", " ")
+        return re.sub(r"\b1_(\d)_node", r"1/\1 node", " ".join(words)).replace("_", " ")
 
     @property
     def passed(self) -> bool:

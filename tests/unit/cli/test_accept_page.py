@@ -13,7 +13,7 @@ import pytest
 import apps
 from hpcai import cli
 from hpcai.cli.accept import page, scaling
-from hpcai.cli.accept.results import find_report, read_results
+from hpcai.cli.accept.results import Case, find_report, read_results
 from hpcai.cli.report import theme
 from hpcai.cli.report.theme import LIGHT
 from hpcai.errors import DataError
@@ -201,6 +201,10 @@ def test_a_junit_file_has_results_and_reasons_alone(tmp_path: Path) -> None:
         ("toy small 1 node", "pass", ""), ("ranks", "fail", SLOW_RANK)]  # fmt: skip
     text = visible_text(page.draw_page(results, tmp_path / "page.html").read_text())
     assert "1 of 2 tests passed, in 0:01:01" in text and "Left out figures and files: a JUnit file" in text
+
+
+def test_a_part_of_a_node_is_a_fraction() -> None:
+    assert Case("HPCAI_bert %mode=weak %scale=1_4_node", "alpha:gpu", "pass").label == "bert weak 1/4 node"
 
 
 @pytest.mark.parametrize(("content", "reason"), [
