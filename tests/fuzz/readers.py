@@ -332,7 +332,7 @@ def write_run(file: str) -> Callable[[Path], Path]:
 
 def render_report(path: Path) -> None:
     """Write the pages of one run and of two, without drawing their plots."""
-    with mock.patch.object(report, "_render", lambda left_out, plot: None):
+    with mock.patch("hpcai.cli.report.document.render_plot", lambda left_out, plot: None):
         report.draw_run(path.parent)
         report.compare_runs([path.parent] * 2)
 

@@ -1,6 +1,7 @@
 """Samples per second by number of GPUs, as `hpcai plan` predicts them."""
 
 import json
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,9 +30,7 @@ Wanted = tuple[Sequence[int], int, Settings]
 """numbers of GPUs, batch of a rank or of the job, and settings"""
 
 
-def curve(
-    app: str, mode: str, gpus: Sequence[int], machine: str, batch: int, settings: Settings = DEFAULT
-) -> Curve:
+def curve(app: str, mode: str, gpus: Sequence[int], machine: str, batch: int, settings: Settings = DEFAULT) -> Curve:
     """Return numbers of GPUs with the samples per second that `hpcai plan` predicts for them. ``batch`` is that of a rank in the
     mode ``weak``, of the job in ``strong``. Numbers that do not divide the batch, or whose memory is too small, are left out."""
     rates = ((count, _rate(app, machine, count, batch * count if mode == "weak" else batch, settings)) for count in gpus)
@@ -69,7 +68,7 @@ def compute_curves(
     problems, end = dict.fromkeys(missing, f"takes longer than {seconds:.0f} s, start it by itself"), time.monotonic() + seconds
     processes, late = max(1, min(count_cpus(), len(missing))), known.pop("late", ())
     jobs = sorted(missing.items(), key=lambda job: keys[job[0]] in late)  # that others have their turn
-    with get_context("fork").Pool(processes, torch.set_num_threads, (1,)) as pool, suppress(TimeoutError):
+    with get_context("fork").Pool(processes, _begin) as pool, suppress(TimeoutError):
         results = pool.imap_unordered(partial(_compute, machine), jobs)
         for _ in missing:
             report(f"hpcai plan: curves of {', '.join(dict.fromkeys(app for app, _ in problems))}, for at most {seconds:.0f} s")
@@ -82,6 +81,13 @@ def compute_curves(
     began = jobs[: len(jobs) - len(problems) + processes]
     path.write_text(json.dumps(known | {"late": [keys[job] for job, _ in began if job in problems]}), encoding="utf-8")
     return {workload: [(int(gpus), float(rate)) for gpus, rate in known.get(key, ())] for workload, key in keys.items()}, problems
+
+
+def _begin() -> None:
+    """Begin a child process. The end of its pool is SIGTERM, which the parent may block or handle."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    torch.set_num_threads(1)
 
 
 def _compute(machine: str, job: tuple[Workload, Wanted]) -> tuple[Workload, Curve | str]:
