@@ -95,6 +95,8 @@ def test_a_run_whose_directory_is_gone_says_so_and_does_not_succeed(
 
     def call(step: Step, batch: Any, lr: float | None = None) -> Any:
         if step.count == 3:
+            while kind == "replaced" and not (run / "checkpoints/step-00000003").exists():  # a save that is under way
+                time.sleep(0.01)
             run.rename(tmp_path / "elsewhere")
             if kind == "removed":
                 shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)  # a save may be under way

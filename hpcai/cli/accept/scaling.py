@@ -1,12 +1,12 @@
 """Samples per second by number of GPUs, as `hpcai plan` predicts them."""
 
 import json
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
-from multiprocessing import TimeoutError, get_context
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -66,34 +66,40 @@ def compute_curves(
     keys = {workload: json.dumps([__version__, machine, *workload, *args]) for workload, args in wanted.items()}
     missing = {workload: args for workload, args in wanted.items() if keys[workload] not in known}
     problems, end = dict.fromkeys(missing, f"takes longer than {seconds:.0f} s, start it by itself"), time.monotonic() + seconds
-    processes, late = max(1, min(count_cpus(), len(missing))), known.pop("late", ())
-    jobs = sorted(missing.items(), key=lambda job: keys[job[0]] in late)  # that others have their turn
-    with get_context("fork").Pool(processes, _begin) as pool, suppress(TimeoutError):
-        results = pool.imap_unordered(partial(_compute, machine), jobs)
-        for _ in missing:
+    late, context, running, began = known.pop("late", ()), get_context("fork"), dict[Any, tuple[Workload, Any]](), list[Workload]()
+    jobs = sorted(missing, key=lambda workload: keys[workload] in late)  # that others have their turn
+    try:
+        while (jobs or running) and time.monotonic() < end:
+            while jobs and len(running) < max(1, count_cpus()):
+                began.append(jobs.pop(0))
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_compute, args=(sender, machine, began[-1], *missing[began[-1]]))
+                process.start()
+                sender.close()
+                running[receiver] = began[-1], process
             report(f"hpcai plan: curves of {', '.join(dict.fromkeys(app for app, _ in problems))}, for at most {seconds:.0f} s")
-            workload, computed = results.next(max(end - time.monotonic(), 0.0))
-            if isinstance(computed, str):
-                problems[workload] = computed
-            else:
-                known[keys[workload]] = computed
-                del problems[workload]
-    began = jobs[: len(jobs) - len(problems) + processes]
-    path.write_text(json.dumps(known | {"late": [keys[job] for job, _ in began if job in problems]}), encoding="utf-8")
+            for ready in list[Any](wait([*running], max(end - time.monotonic(), 0.0))):
+                workload, process = running.pop(ready)
+                try:
+                    problems[workload] = computed = ready.recv()
+                except EOFError:
+                    computed = problems[workload] = "its process ended"
+                if not isinstance(computed, str):
+                    known[keys[workload]] = computed
+                    del problems[workload]
+                process.join()
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+    path.write_text(json.dumps(known | {"late": [keys[workload] for workload in began if workload in problems]}), encoding="utf-8")
     return {workload: [(int(gpus), float(rate)) for gpus, rate in known.get(key, ())] for workload, key in keys.items()}, problems
 
 
-def _begin() -> None:
-    """Begin a child process. The end of its pool is SIGTERM, which the parent may block or handle."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+def _compute(sender: Any, machine: str, workload: Workload, gpus: Sequence[int], batch: int, settings: Settings) -> None:
+    """Send the curve of the workload, or the reason if there is none."""
     torch.set_num_threads(1)
-
-
-def _compute(machine: str, job: tuple[Workload, Wanted]) -> tuple[Workload, Curve | str]:
-    """Return the workload, and its curve or the reason if there is none."""
-    (app, mode), (gpus, batch, settings) = job
     try:
-        return (app, mode), curve(app, mode, gpus, machine, batch, settings)
+        sender.send(curve(*workload, gpus, machine, batch, settings))
     except Exception as error:  # anything that an app's code raises; the page is still drawn
-        return (app, mode), describe_error(error)
+        sender.send(describe_error(error))
