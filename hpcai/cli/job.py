@@ -263,14 +263,13 @@ def _scheduler_options(job: Job) -> list[str]:
         ]
         options += [f"-l walltime={format_duration(job.seconds)}"] if job.seconds else []
         options += [f"-A {args.account}"] if args.account else []
-        return options + ([f"-q {args.queue}"] if args.queue else []) + args.option
+        return options + ([job.site.queue_option(args.queue)] if args.queue else []) + args.option
     output = str(directory).replace("%", "%%") + ("/job-%A_%a.out" if job.tasks else "/job-%j.out")
     options = [f"--job-name={job.app}", f"--output={shlex.quote(output)}", f"--signal=USR1@{job.stop_before}"]
     options += [f"--nodes={args.nodes}"] + ([f"--ntasks-per-node={job.per_node}"] if args.per_node is not None else [])
     options += [f"--time={format_duration(job.seconds)}"] if job.seconds else []
     options += [f"--account={args.account}"] if args.account else []
-    queue = job.site.facts.get("queue", "required")
-    options += [f"{'--partition' if queue == 'required' else queue}={args.queue}"] if args.queue else []
+    options += [job.site.queue_option(args.queue)] if args.queue else []
     cap, option = job.settings.train.power_cap, job.site.facts.get("power")
     options += [f"{option}={cap}"] if cap and option else []
     options += [f"--array=0-{len(job.tasks) - 1}"] if job.tasks else []

@@ -40,6 +40,11 @@ class Site:
         match = match or re.search(r"^--ntasks-per-node=(\d+)", "\n".join(self.options), re.M)
         return int(match[1]) if match else 1
 
+    def queue_option(self, queue: str) -> str:
+        """Return the scheduler's option for a queue."""
+        option = self.facts.get("queue", "required")
+        return f"-q {queue}" if self.pbs else f"{'--partition' if option == 'required' else option}={queue}"
+
 
 def template_folder() -> Path:
     """Return the folder of the templates: next to the package in a checkout, inside it if installed. Raises ConfigError."""

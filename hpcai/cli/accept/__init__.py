@@ -6,7 +6,7 @@ is measured by itself: ranks, network, disks, checkpoints, and a job that loses 
 
     hpcai accept --site local --quick                  this machine, in minutes
     hpcai accept --site perlmutter --account m0000 --nodes 16
-    ... --only cosmoflow resume                        some tests
+    ... --only ranks resume                            some tests
     ... --record 0.1                                   the figures become the references, with limits of 10 %
 
 The same command continues a session that was cut off with the tests that are left.

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from hpcai import config
 from hpcai.cli import apps
+from hpcai.cli.report.step_time import BETWEEN
 from hpcai.errors import DataError
 from hpcai.log import METRICS, format_number, read_metrics
 
@@ -20,7 +21,6 @@ Mode = Literal["small", "target", "weak", "strong"]
 MODES: tuple[Mode, ...] = ("small", "target", "weak", "strong")
 _STRONG = 4  # samples of a rank on one node in strong scaling, times those in weak scaling
 _DATA = "data"  # folder of a run's data
-_BETWEEN = ("evaluate", "save")  # parts between steps
 NEVER_STARTED = (
     "the job waited in the queue for longer than --pending, was cancelled, or wrote to a folder of its node; the partition is full "
     "or down: give more time or another --queue, and an --output that all nodes see"
@@ -112,7 +112,7 @@ def read_figures(app: str, mode: Mode, run: Path) -> dict[str, float | None]:
     reports = reports[1:] or reports
     stop: Mapping[str, Any] = next((event for event in reversed(events) if event["kind"] == "stop"), {})
     energy: Mapping[str, Any] = next((event for event in reversed(events) if event["kind"] == "energy"), {})
-    parts = [{name: seconds for name, seconds in event.get("parts", {}).items() if name not in _BETWEEN} for event in reports]
+    parts = [{name: seconds for name, seconds in event.get("parts", {}).items() if name not in BETWEEN} for event in reports]
     shares = [100 * part.get("data", 0.0) / sum(part.values()) for part in parts if sum(part.values())]
     differences = [abs(actual / value - 1) for _, actual, value, _ in _compare(app, run) if actual] if mode == "small" else []
     return {

@@ -44,13 +44,14 @@ def describe_system(args: Namespace, output: Path) -> dict[str, Any]:
     site = None if args.site == LOCAL else find_site(args.site)
     access = [] if site is None else _access(site, args)
     placed = {name: int(value) for name, value in _PLACED.findall("\n".join(site.options if site else []))}
+    cpus = int(site.facts.get("cpus", 0)) if site else 0  # of a node
     per_node = args.per_node or (_local_ranks() if site is None else site.per_node)
     shell = _shell_lines(site, args)
     gpus = (site is not None and "gpu" in site.facts) or any("--gpu" in line or "--gres=gpu" in line for line in (*access, *shell))
     scales = [name for name, nodes in SCALES.items() if nodes <= args.nodes and (per_node * nodes) % 1 == 0]
     features = ["gpu" if gpus else "cpu", *(f"scale_{name}" for name in scales)]
     extras = {
-        "per_node": per_node, "cpus_per_task": placed.get("cpus-per-task") or _cpus_per_task(site, per_node),
+        "per_node": per_node, "cpus_per_task": placed.get("cpus-per-task") or cpus // per_node or None,
         "pbs": bool(site and site.pbs), "python": "python" if args.container else sys.executable, "pending": args.pending,
     }  # fmt: skip
     partition = {
@@ -83,11 +84,6 @@ def _scheduler(site: Site | None, listing: bool) -> str:
     return "slurm" if accounting else "squeue"
 
 
-def _cpus_per_task(site: Site | None, per_node: int) -> int | None:
-    cpus = int(site.facts.get("cpus", 0)) if site else 0
-    return cpus // per_node or None
-
-
 def _local_ranks() -> int:
     """Return the largest power of two of processes for which this machine has cores, at most 8."""
     return 2 ** (min(count_cpus(), 8).bit_length() - 1)
@@ -102,11 +98,9 @@ def _access(site: Site, args: Namespace) -> list[str]:
         raise ConfigError(f"--container {args.container}: the file of site {site.name} has no flags for it; add them to a copy")
     if missing:
         raise ConfigError("\n".join(f"site {site.name} takes no job without --{name}; give it" for name in missing))
-    queue = site.facts.get("queue", "required")
-    queue = ("-q " if site.pbs else "--partition=") if queue == "required" else f"{queue}="
     options = [option for option in site.options if not _PLACED.fullmatch(option)]
     options += [f"-A {args.account}" if site.pbs else f"--account={args.account}"] if args.account else []
-    options += [f"{queue}{args.queue}"] if args.queue else []
+    options += [site.queue_option(args.queue)] if args.queue else []
     return [*options, *args.option, *([site.facts["select"]] if site.pbs and "select" in site.facts else [])]
 
 
