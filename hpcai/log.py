@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+BETWEEN = ("evaluate", "save")  # parts of a run that lie between steps, and do not count as time of training
 _TRACKERS = {"tensorboard": "hpcai.log.TensorBoard", "wandb": "hpcai.trackers.Wandb", "mlflow": "hpcai.trackers.Mlflow"}
 
 

@@ -19,6 +19,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.dist.step_boundary import StepBoundary
 from hpcai.dist.watchdog import HEARTBEAT, next_step_boundary, waiting_at
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
+from hpcai.log import BETWEEN
 from hpcai.parallel.sharding import shard_spec
 from hpcai.settings import TrainConfig
 from hpcai.stop import defer_interrupts
@@ -30,7 +31,7 @@ from hpcai.train.profile import Profile
 from hpcai.train.run import Report, Result, Run
 from hpcai.train.schedule import make_lr_schedule
 from hpcai.train.step import Step, samples_in
-from hpcai.train.step_clock import BETWEEN, Marks
+from hpcai.train.step_clock import Marks
 from hpcai.train.throughput import peak_flops
 
 ENERGY = ("gpu", "cpu", "memory")

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
+from hpcai.log import BETWEEN
 from hpcai.startup import Clock
 
 PARTS = ("data", "forward", "backward", "pipeline", "graph", "reduce", "update", "other", "evaluate", "save")
 """``pipeline``: forward and backward passes of micro-batches in turn; ``graph``: what a CUDA graph replays"""
-
-BETWEEN = ("evaluate", "save")
-"""Parts between steps, which do not count as time of training"""
 
 Marks = list[tuple[str, Any]]  # parts, each with the event at its beginning
 

@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from hpcai import config
 from hpcai.cli import apps
-from hpcai.cli.report.step_time import BETWEEN
 from hpcai.errors import DataError
-from hpcai.log import METRICS, format_number, read_metrics
+from hpcai.log import BETWEEN, METRICS, format_number, read_metrics
 
 Mode = Literal["small", "target", "weak", "strong"]
 MODES: tuple[Mode, ...] = ("small", "target", "weak", "strong")

@@ -7,12 +7,11 @@ from itertools import pairwise
 import numpy as np
 
 from hpcai.cli.report.run import RunRecord
-from hpcai.log import format_decimal
+from hpcai.log import BETWEEN, format_decimal
 
 NAMES = {"data": "waiting for data", "forward": "forward", "backward": "backward", "pipeline": "forward and backward",
          "graph": "captured graph", "reduce": "gradient reduction", "update": "update", "evaluate": "evaluation", "save": "saving",
          "other": "rest"}  # fmt: skip
-BETWEEN = ("evaluate", "save")  # parts between steps
 UNITS = ("µs", "ms", "s")
 
 
