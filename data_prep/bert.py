@@ -377,7 +377,7 @@ def check_rows(prepared: command.PreparedDataset, options: argparse.Namespace) -
 BUILDER = command.DatasetBuilder(
     "bert", "Packed rows of sequences for BERT.", "bert",
     command.Check("Files against index.json, lengths against tokens.", check_rows, ("rows", 64, "rows to verify")),
-    (command.Simulate("Families of simulated proteins.", Recipe, ("families", 4, "how many"), simulate),
+    (command.Simulate("Families of simulated proteins.", Recipe, ("families", 4), simulate, count_help="how many"),
      command.Convert("FASTA or SMILES to our files.", Source, convert, add_source_options),
      command.Convert("Packed rows of MLPerf to our files.", MlperfSource, mlperf, add_source_options, name="mlperf")),
 )  # fmt: skip

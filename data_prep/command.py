@@ -261,13 +261,14 @@ class PreparedDataset:
 
 @dataclass(frozen=True)
 class Simulate:
-    """The command ``simulate``. ``count``: name, default and help of the number of samples. ``plan``: None if nothing is to do."""
+    """The command ``simulate``. ``count``: name and default of the number of samples. ``plan``: None if nothing is to do."""
 
     help: str
     settings: type[Recipe]
-    count: tuple[str, int, str]
+    count: tuple[str, int]
     plan: Callable[[argparse.Namespace], Plan | None]
     add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None    # options that are no settings
+    count_help: str = "how many; a later run may ask for more"
     name = "simulate"
 
 
@@ -315,8 +316,8 @@ class DatasetBuilder:
                 each.add_arguments(parser)
             parser.add_argument("out", type=Path, metavar="OUT", help="folder; finished files of a stopped run are kept")
             if isinstance(each, Simulate):
-                name, count, text = each.count
-                parser.add_argument(f"--{name}", metavar="N", type=positive, default=count, help=text)
+                name, count = each.count
+                parser.add_argument(f"--{name}", metavar="N", type=positive, default=count, help=each.count_help)
                 parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
             if isinstance(each, Check):
                 parser.set_defaults(run=self.run_check)

@@ -326,7 +326,7 @@ BUILDER = command.DatasetBuilder(
     command.Check("Files against index.json, spectra against the linear input.", spectrum_check.check_spectra,
                   ("spectra", 64, "universes whose spectra are measured")),
     (command.Simulate("Universes of cold dark matter, from their four parameters to particle counts.", Recipe,
-                      ("universes", 256, "how many; a later run may ask for more"), simulate, add_ranges_option),
+                      ("universes", 256), simulate, add_ranges_option),
      command.Convert("Public MLPerf TFRecords, plain or gzip, or HDF5 universes.", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser

@@ -187,8 +187,7 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
 BUILDER = command.DatasetBuilder(
     "deepcam", "DeepCAM data: simulate weather maps, check them, or convert the public set.", "deepcam",
     command.Check("Files against index.json, masks against the rule.", check_samples, ("rule", 64, "masks to recompute")),
-    (command.Simulate("Weather maps of an idealised atmosphere, with masks of cyclones and rivers.", Recipe,
-                      ("samples", 400, "how many; a later run may ask for more"), simulate),
+    (command.Simulate("Maps of an idealised atmosphere, with masks of cyclones and rivers.", Recipe, ("samples", 400), simulate),
      command.Convert("The public time steps (data-*.h5) to our files.", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser

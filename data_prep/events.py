@@ -464,7 +464,7 @@ class EventBuilder(command.DatasetBuilder):
 BUILDER = EventBuilder(
     "events", "Tables of events for DLRM.", "dlrm",
     command.Check("All rows; positives, ids, and how unevenly they are used.", lambda prepared, options: iter(()), None, None),
-    (command.Simulate("Reads of metagenomes, or clicks.", Recipe, ("events", 80_000, "or reads"), simulate),
+    (command.Simulate("Reads of metagenomes, or clicks.", Recipe, ("events", 80_000), simulate, count_help="or reads"),
      command.Convert("Criteo's click logs to our files.", Source, convert,
                      lambda parser: parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of Criteo's files"))),
 )  # fmt: skip

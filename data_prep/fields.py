@@ -360,7 +360,7 @@ BUILDER = command.DatasetBuilder(
     "fields", "Fields and their coarse counterparts: simulate, convert and check them.", "diffusion",
     command.Check("Files against index.json, low against high.", check_samples, ("rows", 1000, "samples to recompute")),
     (command.Simulate("Density of matter in slabs or volumes, or maps of the weather, each with its coarse counterpart.", Matter,
-                      ("samples", 1700, "how many, in complete universes; a later run may add more"), simulate, add_kind_option),
+                      ("samples", 1700), simulate, add_kind_option, "how many, in complete universes; a later run may add more"),
      command.Convert("Fields of NetCDF, Zarr, GRIB, HDF5 or .npy files, each with its coarse counterpart.",
                      field_pairs.Conversion, field_pairs.convert, field_pairs.add_sources)),
 )  # fmt: skip

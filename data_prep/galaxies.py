@@ -194,8 +194,7 @@ BUILDER = command.DatasetBuilder(
     command.Check("Files against index.json, images against the simulation.",
                   partial(images.check_simulated, Recipe, FIELDS, "label"), ("images", 64, "images to simulate again"),
                   picture.draw_classes),
-    (command.Simulate("Galaxies of a survey, with the classes of their models.", Recipe,
-                      ("samples", 6000, "how many; a later run may ask for more"),
+    (command.Simulate("Galaxies of a survey, with the classes of their models.", Recipe, ("samples", 6000),
                       partial(images.simulate, Recipe, FIELDS, {"classes": list(NAMES)})),),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser

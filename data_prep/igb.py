@@ -341,7 +341,7 @@ class GraphBuilder(command.DatasetBuilder):
 BUILDER = GraphBuilder(
     "igb", "Graphs of papers for R-GAT.", "rgat",
     command.Check("All edges; counts, degrees, homophily.", lambda prepared, options: iter(()), None, None),
-    (command.Simulate("Papers in communities that drift, or crystals.", Recipe, ("papers", 20_000, "or crystals"), simulate),
+    (command.Simulate("Papers in communities, or crystals.", Recipe, ("papers", 20_000), simulate, count_help="or crystals"),
      command.Convert("IGB-Heterogeneous to our files.", Source, convert,
                      lambda parser: parser.add_argument("source", type=Path, metavar="SOURCE", help="one size of IGBH"))),
 )  # fmt: skip

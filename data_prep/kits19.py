@@ -245,7 +245,7 @@ BUILDER = command.DatasetBuilder(
     "kits19", "Kidney tumours in CT: simulate scans, check them, or convert the public set KiTS19.", "unet3d",
     command.Check("Files against index.json, boxes against labels.", check_samples, ("boxes", 8, "cases to recompute")),
     (command.Simulate("CT scans of simulated abdomens with kidneys and tumours.", Recipe,
-                      ("cases", 96, "how many; a later run may ask for more"), simulate, lambda parser: parser.add_argument(
+                      ("cases", 96), simulate, lambda parser: parser.add_argument(
                           "--nifti", action="store_true", help="write the public layout, on the scanner's grid, for convert")),
      command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert, add_source_options)),
 )  # fmt: skip

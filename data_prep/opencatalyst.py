@@ -223,8 +223,7 @@ def check_samples(prepared: command.PreparedDataset, options: argparse.Namespace
 BUILDER = command.DatasetBuilder(
     "opencatalyst", "Energies and forces of atoms: simulate slabs, check them, or convert trajectories.", "opencatalyst",
     command.Check("Files against index.json, counts and labels recomputed.", check_samples, ("frames", 12, "frames to recompute")),
-    (command.Simulate("Metal slabs with adsorbates: relaxed, rattled and heated by EMT.", Recipe,
-                      ("systems", 60, "how many; a later run may ask for more"), simulate),
+    (command.Simulate("Metal slabs with adsorbates: relaxed, rattled and heated by EMT.", Recipe, ("systems", 60), simulate),
      command.Convert(f"Files that end with {', '.join(trajectories.SUFFIXES)} to ours.", Source, convert, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser

@@ -524,7 +524,7 @@ BUILDER = command.DatasetBuilder(
     "openfold", "Protein chains with their alignments: simulate families, check them, or convert files.", "openfold",
     command.Check("Files against index.json, every chain looked at.", check_samples, None),
     (command.Simulate("Families of chains that share a fold, with alignments that evolved.", Recipe,
-                      ("families", 64, "a later run may ask for more"), simulate, lambda parser: parser.add_argument(
+                      ("families", 64), simulate, lambda parser: parser.add_argument(
                           "--chains", metavar="N", type=command.positive, default=256, help="chains of all families")),
      command.Convert("mmCIF, PDB, A3M and Stockholm files to ours.", Source, convert, add_source_options)),
 )  # fmt: skip

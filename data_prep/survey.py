@@ -118,8 +118,7 @@ BUILDER = command.DatasetBuilder(
     command.Check("Files against index.json, images against the simulation.",
                   partial(images.check_simulated, Recipe, FIELDS, "objects"), ("images", 16, "images to simulate again"),
                   picture.draw_boxes),
-    (command.Simulate("Clusters of galaxies, mergers and stars.", Recipe,
-                      ("samples", 600, "how many; a later run may ask for more"),
+    (command.Simulate("Clusters of galaxies, mergers and stars.", Recipe, ("samples", 600),
                       partial(images.simulate, Recipe, FIELDS, HEADER, finalize=partial(coco.write_truth, CATEGORIES))),),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser

@@ -143,15 +143,10 @@ def build_job(args: argparse.Namespace) -> Job:
 
 def _check_sizes(args: argparse.Namespace, site: Site, per_node: int, settings: RunConfig) -> list[str]:
     """Return the errors in sizes and options, given the requirements of the site."""
-    problems = []
+    problems = site.check_options({name: getattr(args, name) for name in ("account", "time", "queue", "container")})
     for name, value in (("--nodes", args.nodes), ("--per-node", per_node), ("--chain", args.chain)):
         if value is not None and value < 1:
             problems.append(f"{name} is {value}; expected a whole number from 1")
-    account = args.account or (None if site.pbs else os.environ.get("SBATCH_ACCOUNT"))
-    for name, value, expected in (("account", account, "a project's name"), ("time", args.time, "a limit such as 1:00:00"),
-                              ("queue", args.queue, "the name of a queue")):  # fmt: skip
-        if site.facts.get(name) == "required" and not value:
-            problems.append(f"site {site.name} takes no job without --{name}; give {expected}")
     if args.chain and args.array:
         problems.append("--chain and --array are both given; give one: each run of an array is restarted by itself")
     if args.stage and getattr(settings.data, "directory", None) is None:
@@ -162,11 +157,6 @@ def _check_sizes(args: argparse.Namespace, site: Site, per_node: int, settings: 
         problems.append(f"--environment is broadcast by Slurm's sbcast, site {site.name} is PBS; give an image: --container FILE")
     if args.container and args.environment:
         problems.append("--container and --environment are both given; a container has the environment in its image; leave one out")
-    if args.container and site.facts.get("container") == "none":
-        problems.append(
-            f"--container {args.container}: the file of site {site.name} has no flags for containers; add them to a copy of it "
-            "(container=(apptainer exec --nv \"$HPCAI_IMAGE\")) and give that as --site FILE"
-        )  # fmt: skip
     if not problems:
         try:
             mesh_shape(settings.mesh.model_dump(), args.nodes * per_node)
@@ -262,14 +252,12 @@ def _scheduler_options(job: Job) -> list[str]:
             f"-l select={args.nodes}" + (f":{select}" if select else ""),
         ]
         options += [f"-l walltime={format_duration(job.seconds)}"] if job.seconds else []
-        options += [f"-A {args.account}"] if args.account else []
-        return options + ([job.site.queue_option(args.queue)] if args.queue else []) + args.option
+        return options + job.site.access_options(args.account, args.queue) + args.option
     output = str(directory).replace("%", "%%") + ("/job-%A_%a.out" if job.tasks else "/job-%j.out")
     options = [f"--job-name={job.app}", f"--output={shlex.quote(output)}", f"--signal=USR1@{job.stop_before}"]
     options += [f"--nodes={args.nodes}"] + ([f"--ntasks-per-node={job.per_node}"] if args.per_node is not None else [])
     options += [f"--time={format_duration(job.seconds)}"] if job.seconds else []
-    options += [f"--account={args.account}"] if args.account else []
-    options += [job.site.queue_option(args.queue)] if args.queue else []
+    options += job.site.access_options(args.account, args.queue)
     cap, option = job.settings.train.power_cap, job.site.facts.get("power")
     options += [f"{option}={cap}"] if cap and option else []
     options += [f"--array=0-{len(job.tasks) - 1}"] if job.tasks else []
@@ -281,9 +269,8 @@ def _shell_lines(job: Job) -> list[str]:
     args, folder = job.args, Path.cwd()
     lines = [f"cd {shlex.quote(str(folder))} || exit"]
     if args.container:
-        image = args.container if job.site.facts.get("container") == "name" else str(Path(args.container).absolute())
         lines += ["export PYTHONSAFEPATH=1  # the image's hpcai, not that of this folder"]
-        lines += [assign("HPCAI_IMAGE", image), assign("HPCAI_PYTHON", "python")]
+        lines += [assign("HPCAI_IMAGE", job.site.image(args.container)), assign("HPCAI_PYTHON", "python")]
         lines += [assign("HPCAI_FOLDERS", ",".join(map(str, _paths_to_mount(job.settings, job.overrides[:1]))))]
     else:
         root, none = apps.app_folder(job.app).parents[1].resolve(), job.site.facts.get("container") == "none"

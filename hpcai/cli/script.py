@@ -4,6 +4,7 @@ A site is a file of at most 30 lines in slurm/sites: lines for the scheduler (``
 that are copied into the script, and facts that only ``hpcai job`` reads (``#: name value``, docs/cluster.md).
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from hpcai.programs import SUITE
 _FACTS = {"account": "required", "time": "required", "queue": r"required|--[a-z-]+", "select": r"\S+", "local": r"/.*",
           "cpus": r"\d+", "power": "--[a-z-]+", "container": "file|name|none", "gpu": "|".join(SHEETS),
           "page": r"https://\S+ 20\d\d-\d\d-\d\d"}  # fmt: skip
+_REQUIRED = {"account": "a project's name", "time": "a limit such as 1:00:00", "queue": "the name of a queue"}
 _SITE_MARK = "# hpcai job: the lines of the site stand here\n"
 
 
@@ -40,10 +42,27 @@ class Site:
         match = match or re.search(r"^--ntasks-per-node=(\d+)", "\n".join(self.options), re.M)
         return int(match[1]) if match else 1
 
-    def queue_option(self, queue: str) -> str:
-        """Return the scheduler's option for a queue."""
-        option = self.facts.get("queue", "required")
-        return f"-q {queue}" if self.pbs else f"{'--partition' if option == 'required' else option}={queue}"
+    def access_options(self, account: str | None, queue: str | None) -> list[str]:
+        """Return the scheduler's options for an account and a queue."""
+        fact = self.facts.get("queue", "required")
+        names = ("-A ", "-q ") if self.pbs else ("--account=", f"{'--partition' if fact == 'required' else fact}=")
+        return [name + value for name, value in zip(names, (account, queue)) if value]
+
+    def image(self, container: str) -> str:
+        """Return the name of a container, or the absolute path of its file."""
+        return container if self.facts.get("container") == "name" else str(Path(container).absolute())
+
+    def check_options(self, given: Mapping[str, str | None]) -> list[str]:
+        """Return an error for each option that the site requires and ``given`` lacks, and for a container without flags."""
+        known = {} if self.pbs else {"account": os.environ.get("SBATCH_ACCOUNT")}
+        problems = [f"site {self.name} takes no job without --{name}; give {_REQUIRED[name]}"
+                    for name in given if self.facts.get(name) == "required" and not (given[name] or known.get(name))]  # fmt: skip
+        if (container := given["container"]) and self.facts.get("container") == "none":
+            problems.append(
+                f"--container {container}: the file of site {self.name} has no flags for containers; add them to a copy of it "
+                "(container=(apptainer exec --nv \"$HPCAI_IMAGE\")) and give that as --site FILE"
+            )  # fmt: skip
+        return problems
 
 
 def template_folder() -> Path:

@@ -1,6 +1,7 @@
 """Convolutions of maps and volumes.   B batch, C channels, O output channels, D H W the volume, P its voxels"""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -19,10 +20,7 @@ _MAX_UNROLLED = 20480
 # its time on reordering the weights (both gradients, 320 channels at 4^3: 15 ms as products, 24 in halves; 256 at 8^3: 61, 41).
 _MAX_MATMUL_VOXELS = 128
 _WINOGRAD_BLOCK = 1 << 22  # transformed elements in memory at a time, so that they fit into a cache
-# F(2, 3) of Lavin and Gray 2016 (arXiv:1509.09308) in two dims: A and B transposed, and G.
-_A, _B, _G = (torch.kron(m := torch.tensor(rows, dtype=torch.float32, device="cpu"), m) for rows in (
-    [[1, 1, 1, 0], [0, 1, -1, -1]], [[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]],
-    [[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]]))  # fmt: skip
+_WINOGRAD_POINTS = {2: (0, 1, -1), 4: (0, 1, -1, 0.5, -2)}  # and infinity; those of 4: Barabasz et al. 2020 (arXiv:1803.10986)
 
 Triple = tuple[int, ...]
 
@@ -230,7 +228,7 @@ class Conv2d(nn.Conv2d):
             return _in_float32(self._conv_forward, x, weight, bias)
         fast = _is_fast_layer(self, x)
         if not self._is_product(x):
-            fast = fast and (self.dilation != (1, 1) or _is_winograd(x, weight, self.stride, self.padding))
+            fast = fast and (self.dilation != (1, 1) or _winograd_tile(x, weight, self.stride, self.padding) > 0)
             return _FastConv.call(self, x, weight, bias, self.stride) if fast else self._conv_forward(x, weight, bias)
         x = x[:, :, :: self.stride[0], :: self.stride[1]]
         if fast and 2 * x[:, 0].numel() >= max(weight.shape):
@@ -279,10 +277,10 @@ class _FastConv(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         (stride, padding, dilation, transposed), ctx.conv_args, ctx.has_bias = conv_args[:4], conv_args, bias is not None
         ctx.pointwise = not transposed and weight.shape[2:] == (1, 1) and (stride, padding) == ((1, 1), (0, 0))
-        ctx.winograd = not transposed and dilation == (1, 1) and _is_winograd(x, weight, stride, padding)
+        ctx.tile = 0 if transposed or dilation != (1, 1) else _winograd_tile(x, weight, stride, padding)
         if ctx.pointwise:
             return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, 1)
-        return _winograd(x, weight, bias, padding) if ctx.winograd else torch.convolution(x, weight, bias, *conv_args)
+        return _winograd(x, weight, bias, padding, ctx.tile) if ctx.tile else torch.convolution(x, weight, bias, *conv_args)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -298,16 +296,16 @@ class _FastConv(torch.autograd.Function):
 
         dy = channels_last(dy)
         rows, x_rows = (t.permute(0, 2, 3, 1).flatten(0, 2) for t in (dy, x))
-        if need_input and ctx.winograd:
-            dx = _winograd(dy, weight, None, [2 - p for p in conv_args[1]], flipped=True)
+        if need_input and ctx.tile:
+            dx = _winograd(dy, weight, None, [2 - p for p in conv_args[1]], ctx.tile, flipped=True)
         elif need_input and ctx.pointwise and len(rows) >= 2 * max(weight.shape):
             dx = torch.mkldnn_convolution(dy, weight.transpose(0, 1), None, (0, 0), (1, 1), (1, 1), 1)
         elif need_input and ctx.pointwise:
             dx = (rows @ weight.flatten(1)).view(len(x), *x.shape[2:], -1).permute(0, 3, 1, 2)
         elif need_input:
             dx = gradients(torch.channels_last, [True, False, False])[0]
-        if need_weight and ctx.winograd:
-            dweight = _winograd_grad_weight(dy, x, conv_args[1])
+        if need_weight and ctx.tile:
+            dweight = _winograd_grad_weight(dy, x, conv_args[1], ctx.tile)
         elif need_weight and ctx.pointwise:
             dweight = (rows.t() @ x_rows).view(weight.shape)
         elif need_weight:
@@ -315,43 +313,59 @@ class _FastConv(torch.autograd.Function):
         return dx, dweight, dy.sum((0, 2, 3)) if ctx.has_bias and need_bias else None, None
 
 
-def _is_winograd(x: Tensor, weight: Tensor, stride: Triple, padding: Any) -> bool:
-    """Whether Winograd's method is fast: there are many channels, and enough pixels to share the transformed weights. It was
-    measured with one thread."""
+def _winograd_tile(x: Tensor, weight: Tensor, stride: Triple, padding: Any) -> int:
+    """Return the size of Winograd's tiles if the method is fast, or 0: there are many channels, enough pixels to share the
+    transformed weights, and a tile of 4 covers the map with little to spare. It was measured with one thread."""
     outputs, inputs, *kernel = weight.shape
-    wide = kernel == [3, 3] and stride == (1, 1) and max(padding) <= 2 and min(inputs, outputs) >= 256
-    return wide and x[:, 0].numel() * (inputs + outputs) >= 4 * inputs * outputs and torch.get_num_threads() == 1
+    if kernel != [3, 3] or stride != (1, 1) or max(padding) > 2 or torch.get_num_threads() > 1:
+        return 0
+    (batch, _, height, width), channels = x.shape, min(inputs, outputs)
+    sharing = batch * height * width * (1 / inputs + 1 / outputs)
+    if channels >= 128 and sharing >= 8 and (height + -height % 4) * (width + -width % 4) <= 1.2 * height * width:
+        return 4
+    return 2 if channels >= 256 and sharing >= 4 else 0
 
 
-def _winograd_blocks(x: Tensor, y: Tensor, padding: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the transformed input of blocks of T tiles [16, T, C], and their output [2, 2, B, h, w, O], a view of y [B, O, H, W],
-    whose sizes are even."""
-    (h, w), (batch, outputs, height, width) = padding, y.shape
-    x, pixels = F.pad(x, (w, w + x.shape[3] % 2, h, h + x.shape[2] % 2)), _WINOGRAD_BLOCK // (4 * (x.shape[1] + outputs))
-    images, rows = max(1, pixels // (height * width)), max(2, pixels // width // 2 * 2)
+@cache
+def _winograd_matrices(tile: int) -> list[Tensor]:
+    """Return A and B transposed, and G, of F(tile, 3) of Lavin and Gray 2016 (arXiv:1509.09308) in two dims, by Toom and Cook."""
+    points = torch.tensor(_WINOGRAD_POINTS[tile], dtype=torch.float64, device="cpu")
+    powers = [torch.cat((torch.linalg.vander(points, N=n), torch.eye(n)[-1:])) for n in (tile, tile + 2, 3)]
+    return [torch.kron(m, m).float() for m in (powers[0].t(), powers[1].inverse().t(), powers[2])]
+
+
+def _winograd_blocks(x: Tensor, y: Tensor, padding: Sequence[int], tile: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the transformed input of blocks of T tiles [(tile + 2)^2, T, C], and their output [tile, tile, B, h, w, O], a view of y
+    [B, O, H, W], whose sizes are multiples of ``tile``."""
+    (h, w), (batch, outputs, height, width), span = padding, y.shape, tile + 2
+    x = F.pad(x, (w, width + 2 - w - x.shape[3], h, height + 2 - h - x.shape[2]))
+    pixels = _WINOGRAD_BLOCK * tile**2 // (span**2 * (x.shape[1] + outputs))
+    images, rows = max(1, pixels // (height * width)), max(tile, pixels // width // tile * tile)
     for i, r in product(range(0, batch, images), range(0, height, rows)):
-        tiles = x[i : i + images, :, r : r + rows + 2].unfold(2, 4, 2).unfold(3, 4, 2).permute(4, 5, 0, 2, 3, 1)
-        out = y[i : i + images, :, r : r + rows].unfold(2, 2, 2).unfold(3, 2, 2).permute(4, 5, 0, 2, 3, 1)
-        yield (_B @ tiles.reshape(16, -1)).view(16, -1, x.shape[1]), out
+        tiles = x[i : i + images, :, r : r + rows + 2].unfold(2, span, tile).unfold(3, span, tile).permute(4, 5, 0, 2, 3, 1)
+        out = y[i : i + images, :, r : r + rows].unfold(2, tile, tile).unfold(3, tile, tile).permute(4, 5, 0, 2, 3, 1)
+        yield (_winograd_matrices(tile)[1] @ tiles.reshape(span**2, -1)).view(span**2, -1, x.shape[1]), out
 
 
-def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], flipped: bool = False) -> Tensor:
+def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], tile: int, flipped: bool = False) -> Tensor:
     """Return the convolution, or with ``flipped`` that by weights which are transposed and turned by 180 degrees."""
-    weights = torch.matmul(_G.flip(1) if flipped else _G, weight.permute(0, 2, 3, 1).flatten(1, 2)).transpose(0, 1)
-    weights = weights if flipped else weights.transpose(1, 2)  # [16, C, O]
+    a, _, g = _winograd_matrices(tile)
+    weights = torch.matmul(g.flip(1) if flipped else g, weight.permute(0, 2, 3, 1).flatten(1, 2)).transpose(0, 1)
+    weights = weights if flipped else weights.transpose(1, 2)  # [(tile + 2)^2, C, O]
     height, width = (n + 2 * p - 2 for n, p in zip(x.shape[2:], padding))
-    shape = len(x), weights.shape[2], height + height % 2, width + width % 2
+    shape = len(x), weights.shape[2], height + -height % tile, width + -width % tile
     y = torch.empty(shape, dtype=x.dtype, memory_format=torch.channels_last)
-    for tiles, out in _winograd_blocks(x, y, padding):
+    for tiles, out in _winograd_blocks(x, y, padding, tile):
         products = torch.bmm(tiles, weights)
         if bias is not None:
-            products[5] += bias  # which counts once in each of the four outputs
-        out.copy_((_A @ products.flatten(1)).view(out.shape))
+            products[tile + 3] += bias  # of the point (1, 1), which counts once in each output
+        out.copy_((a @ products.flatten(1)).view(out.shape))
     return y if y.shape[2:] == (height, width) else channels_last(y[:, :, :height, :width])
 
 
-def _winograd_grad_weight(dy: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    dweights = x.new_zeros(16, dy.shape[1], x.shape[1])
-    for tiles, out in _winograd_blocks(x, F.pad(dy, (0, dy.shape[3] % 2, 0, dy.shape[2] % 2)), padding):
-        dweights.baddbmm_((_A.t() @ out.reshape(4, -1)).view(16, -1, dy.shape[1]).transpose(1, 2), tiles)
-    return torch.matmul(_G.t(), dweights.transpose(0, 1)).unflatten(1, (3, 3)).permute(0, 3, 1, 2)
+def _winograd_grad_weight(dy: Tensor, x: Tensor, padding: Sequence[int], tile: int) -> Tensor:
+    (a, _, g), dy = _winograd_matrices(tile), F.pad(dy, (0, -dy.shape[3] % tile, 0, -dy.shape[2] % tile))
+    dweights = x.new_zeros((tile + 2) ** 2, dy.shape[1], x.shape[1])
+    for tiles, out in _winograd_blocks(x, dy, padding, tile):
+        dweights.baddbmm_((a.t() @ out.reshape(tile**2, -1)).view(len(tiles), -1, dy.shape[1]).transpose(1, 2), tiles)
+    return torch.matmul(g.t(), dweights.transpose(0, 1)).unflatten(1, (3, 3)).permute(0, 3, 1, 2)

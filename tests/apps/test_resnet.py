@@ -18,9 +18,8 @@ from tests.apps.small_apps import RESNET as APP
 
 
 def damage_data(data: Path, kind: str) -> None:
-    index = data / "train/index.json"
     if kind == "names":
-        index.write_text(index.read_text().replace('"classes"', '"kinds"'))
+        (index := data / "train/index.json").write_text(index.read_text().replace('"classes"', '"kinds"'))
     elif kind == "image":
         blank_first_image(data)
 

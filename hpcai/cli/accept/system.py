@@ -4,7 +4,6 @@ Names of scales are those of the EESSI test suite (https://www.eessi.io/docs/tes
 A process computes on one GPU, or on a CPU core of this machine.
 """
 
-import os
 import re
 import shlex
 import shutil
@@ -91,16 +90,9 @@ def _local_ranks() -> int:
 
 def _access(site: Site, args: Namespace) -> list[str]:
     """Return the scheduler's options of all jobs. Raises ConfigError for what the site requires and ``args`` lacks."""
-    account = args.account or (None if site.pbs else os.environ.get("SBATCH_ACCOUNT"))
-    missing = [name for name, value in (("account", account), ("queue", args.queue))
-               if site.facts.get(name) == "required" and not value]  # fmt: skip
-    if args.container and site.facts.get("container") == "none":
-        raise ConfigError(f"--container {args.container}: the file of site {site.name} has no flags for it; add them to a copy")
-    if missing:
-        raise ConfigError("\n".join(f"site {site.name} takes no job without --{name}; give it" for name in missing))
-    options = [option for option in site.options if not _PLACED.fullmatch(option)]
-    options += [f"-A {args.account}" if site.pbs else f"--account={args.account}"] if args.account else []
-    options += [site.queue_option(args.queue)] if args.queue else []
+    if problems := site.check_options({name: getattr(args, name) for name in ("account", "queue", "container")}):
+        raise ConfigError("\n".join(problems))
+    options = [option for option in site.options if not _PLACED.fullmatch(option)] + site.access_options(args.account, args.queue)
     return [*options, *args.option, *([site.facts["select"]] if site.pbs and "select" in site.facts else [])]
 
 
@@ -117,8 +109,7 @@ def _shell_lines(site: Site | None, args: Namespace) -> list[str]:
     lines += [r"export HPCAI_TOKEN=${HPCAI_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}"]
     if site is None:
         return [*lines, f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{max(1, count_cpus() // _local_ranks())}}}"]
-    is_file = args.container and site.facts.get("container") != "name"
-    lines += [assign("HPCAI_IMAGE", str(Path(args.container).absolute()) if is_file else args.container or "")]
+    lines += [assign("HPCAI_IMAGE", site.image(args.container) if args.container else "")]
     return [*lines, *(line for line in site.lines.splitlines() if line.strip() and not line.startswith("#"))]
 
 

@@ -62,11 +62,7 @@ class _Permute(_TableFunction):
         return _Permute.apply(grad_output, inverse, index), None, None
 
 
-class _IndexSelect(_TableFunction):
-    @staticmethod
-    def forward(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
-        return x.index_select(0, index)
-
+class _IndexSelect(_Permute):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         index, table = ctx.saved_tensors

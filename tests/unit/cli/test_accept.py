@@ -44,9 +44,9 @@ def test_a_site_is_a_configuration_of_reframe(site: str, tmp_path: Path) -> None
 
 
 def test_what_a_site_requires_is_told_before_a_job() -> None:
-    with pytest.raises(ConfigError, match=r"polaris takes no job without --account; give it\n.*--queue"):
+    with pytest.raises(ConfigError, match=r"polaris takes no job without --account; give a project's name\n.*--queue"):
         system.describe_system(options("polaris", account=None, queue=None), Path())
-    with pytest.raises(ConfigError, match="no flags for it; add them to a copy"):
+    with pytest.raises(ConfigError, match="no flags for containers; add them to a copy"):
         system.describe_system(options("jupiter", container="image.sif"), Path())
     with pytest.raises(ConfigError, match="(qsub|sbatch) is not installed here; call this on a login node of polaris"):
         system.describe_system(options("polaris", list=False), Path())

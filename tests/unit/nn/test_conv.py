@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from hpcai.nn import Conv2d, Conv3d, ConvTranspose2d, ConvTranspose3d
-from hpcai.nn.conv import channels_last, conv3d
+from hpcai.nn.conv import _winograd_tile, channels_last, conv3d
 from tests.reference_data import load_json
 
 LAST = torch.channels_last_3d
@@ -99,8 +100,7 @@ def test_a_transposed_convolution_without_overlap_is_a_matmul_in_channels_last_m
     names = profile_operations(lambda: layer(x))
     assert "aten::addmm" in names and not any("conv" in name for name in names)
     assert layer(x).is_contiguous(memory_format=LAST)
-    size = [7, 8, 9]
-    assert layer(x[..., :4], size).shape[2:] == torch.Size(size), "torch's implementation, for a given output size"
+    assert layer(x[..., :4], [7, 8, 9]).shape[2:] == (7, 8, 9), "torch's implementation, for a given output size"
 
 
 @pytest.mark.parametrize("shape, kwargs", [
@@ -113,8 +113,6 @@ def test_other_paddings_and_an_unbatched_volume_equal_torch(shape: tuple[int, ..
 
 
 def profile_operations(function: Any) -> set[str]:
-    from torch.profiler import ProfilerActivity, profile
-
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     with profile(activities=[ProfilerActivity.CPU]) as trace:
@@ -162,12 +160,13 @@ def test_a_1x1_convolution_is_a_matmul(stride: int, bias: bool, dtype: torch.dty
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tile", [2, 4])
 @pytest.mark.parametrize("kernel, padding, shape", [(1, 0, (2, 8, 16, 16)), (1, 0, (2, 8, 2, 4)), (3, 1, (2, 8, 9, 6)),
                                                     (3, (0, 2), (3, 8, 8, 5)), (3, 0, (1, 8, 6, 7))])
-def test_fast_convolutions_equal_torch(kernel: int, padding: Any, shape: tuple[int, ...], bias: bool,
+def test_fast_convolutions_equal_torch(kernel: int, padding: Any, shape: tuple[int, ...], tile: int, bias: bool,
                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     torch.manual_seed(0)
-    monkeypatch.setattr("hpcai.nn.conv._is_winograd", lambda x, weight, *_: weight.shape[2] == 3)  # though the channels are few
+    monkeypatch.setattr("hpcai.nn.conv._winograd_tile", lambda x, weight, *_: tile * (weight.shape[2] > 1))  # of few channels
     reference, layer = (build(8, 16, kernel, 1, padding, bias=bias) for build in (nn.Conv2d, Conv2d))
     x = torch.randn(shape).contiguous(memory_format=torch.channels_last)
     leaves = [x, *(p.detach() for p in layer.parameters())]
@@ -189,6 +188,8 @@ def test_fast_convolutions_equal_torch(kernel: int, padding: Any, shape: tuple[i
 def test_wide_3x3_convolutions_use_winograd_and_others_torch() -> None:
     layer, x = Conv2d(256, 256, 3, padding=1), torch.randn(2, 256, 16, 16).contiguous(memory_format=torch.channels_last)
     assert "_FastConv" in type(layer(x).grad_fn).__name__
+    sizes = (8, 256, 16, 16), (8, 256, 14, 14), (2, 256, 8, 8), (8, 64, 16, 16)  # 14 is no multiple of 4
+    assert [_winograd_tile(torch.empty(n), torch.empty(n[1], n[1], 3, 3), (1, 1), (1, 1)) for n in sizes] == [4, 2, 0, 0]
     layer(x[:0]).sum().backward()
     assert not layer.weight.grad.any(), "an empty batch"  # type: ignore[union-attr]
     for other in (x[..., 1:], x.contiguous(memory_format=torch.contiguous_format), torch.randn(2, 256, 2, 256)):
