@@ -1,5 +1,6 @@
 # make train     sets up .venv, simulates small universes, trains CosmoFlow on them, leaves a report to look at
 # make test      sets up .venv, checks style and types, passes the tests
+# make test-slow the tests that take longer: kernels in the interpreter, small runs that learn, jobs that fail
 # make test-oldest   the same promises with the lowest versions that pyproject.toml allows, and torch as it is built for CUDA
 # make claims    the long proofs of what the README promises, and what was learnt in them
 # make fuzz      ten thousand damaged files for each reader
@@ -29,7 +30,7 @@ DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test test-cluster test-oldest claims fuzz originals install lint slurm fio chromium bench gpu wheels lock sbom bundle container containers site clean
+.PHONY: train test test-slow test-cluster test-oldest claims fuzz originals install lint slurm fio chromium bench gpu wheels lock sbom bundle container containers site clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -99,11 +100,16 @@ lint: $(VENV)/.tested
 	@$(BIN)/lint-imports --no-cache | tail -n 9
 
 PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -q
-EVERY  = -n 3 --dist worksteal -m "not timing and not claim and not originals and not fuzz"
+MARKS  = not timing and not claim and not originals and not fuzz
+EVERY  = -n 3 --dist worksteal -m "$(MARKS)"
 
 test: lint
 	@echo "== tests"
-	@$(call PYTEST,$(BIN)) $(EVERY) --durations=10
+	@$(call PYTEST,$(BIN)) $(EVERY) -m "$(MARKS) and not slow and not slurm" --durations=10
+
+test-slow: $(VENV)/.tested
+	@echo "== slow tests"
+	@$(call PYTEST,$(BIN)) $(EVERY) -m "$(MARKS) and slow" --durations=10
 
 test-cluster: slurm fio chromium $(VENV)/.tested
 	@echo "== tests with Slurm, fio and Chromium"

@@ -115,6 +115,7 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_volumes_and_parameters_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kind, settings), run = KINDS[name], tmp_path / "run"
@@ -243,6 +244,7 @@ BUCKETS = """model.unet={channels: [8,8], heads: [1,1], groups: 4, attention: [n
  train.epochs=null; step.precision=fp64"""
 
 
+@pytest.mark.slow
 def test_buckets_train_alike_on_ranks_and_after_a_resume(tmp_path: Path, capsys: Any, quiet_hugging_face: None) -> None:
     """Images of three aspect ratios, with texts of SDXL's encoders, and a resume within an epoch on another number of ranks."""
     pytest.importorskip("transformers", reason="transformers is not installed: buckets of images with texts are NOT tested")

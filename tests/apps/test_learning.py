@@ -482,9 +482,10 @@ SHORT = {  # data and scores of each app; settings and bounds are in tests/data
     ),
     "llm": (write_sentences, bits_per_byte),
 }  # fmt: skip
+LONGER = {"bert", "retinanet", "unet3d", "opencatalyst", "openfold", "diffusion"}
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONGER)) for name in SHORT])
 def test_an_app_learns(name: str, tmp_path: Path) -> None:
     if name == "retinanet":
         pytest.importorskip("faster_coco_eval", reason="faster-coco-eval is missing: pip install 'hpcai-suite[detection]'")

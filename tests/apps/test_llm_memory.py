@@ -146,6 +146,7 @@ def record_memory(cfg: Config, world: int) -> tuple[float, float, float]:
 PAIRS = "Muon, sharded", "tensor and context", "pipeline and tensor", "adapters, tensor"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.claim] * (name in PAIRS)) for name in CASES])
 def test_the_estimate_equals_the_memory_of_a_recorded_step(name: str) -> None:
     world, *overrides = CASES[name]

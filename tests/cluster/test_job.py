@@ -31,11 +31,11 @@ def kill_job_on_node(number: str, node: str) -> None:
 
 
 def test_a_time_limit_ends_in_a_checkpoint_and_the_same_curve(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:
-    """Slurm signals the run 30 s before its limit of a minute, and the script requeues it; scancel leaves a checkpoint too."""
+    """Slurm signals the run 20 s before its limit of a minute, and the script requeues it; scancel leaves a checkpoint too."""
     run, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
-    (number,) = submit(run, "--nodes", "2", "--time", "1", "--stop-before", "30")
-    (endless,) = submit(uninterrupted, "--nodes", "2")
+    (number,) = submit(run, "--nodes", "2", "--time", "1", "--stop-before", "20")
     wait_for_step(run, 1)
+    (endless,) = submit(uninterrupted, "--nodes", "2")
     restart_requeued(slurm, number)
     first = read_events(run, "stop")[0]
     assert first["reason"] == "signal" and [path.name for path in checkpoints(run / "checkpoints")] == [f"step-{first['step']:08d}"]

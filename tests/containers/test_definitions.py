@@ -71,6 +71,7 @@ def test_the_folder_of_the_nccl_plugin_is_searched_first_and_an_empty_one_is_rep
         assert not process.stderr if has_plugin else f"={tmp_path}: found no lib*ccl-net*.so there" in process.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1, 2])
 def test_the_all_reduce_of_an_image_is_checked(factor: int, tmp_path: Path) -> None:
     """Two processes by gloo, with a stub of NCCL's log and, for 2, of wrong sums."""

@@ -10,6 +10,7 @@ from tests.fuzz.readers import READERS
 MANY = pytest.param(10_000, marks=[pytest.mark.fuzz, pytest.mark.timeout(3600)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [40, MANY])
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
 def test_a_damaged_file_is_read_or_refused(reader: Reader, count: int, tmp_path: Path) -> None:

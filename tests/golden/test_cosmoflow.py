@@ -50,6 +50,7 @@ def test_a_reference_state_dict_gives_its_outputs_loss_gradients_and_steps() -> 
     assert losses == pytest.approx(case["sgd_lr0.01_mu0.9_losses"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exactly", [False, pytest.param(True, marks=pytest.mark.claim)])
 def test_the_full_benchmark_network(exactly: bool) -> None:
     case = load_json("cosmoflow/f32_s128_b1_formula")

@@ -95,6 +95,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix(PREFIX)) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_checker_passes_a_run_and_reports_each_missing_key(name: str, tmp_path: Path) -> None:
     path, case = tmp_path / "mlperf.log", CASES[name]

@@ -41,6 +41,7 @@ FAULTS = load_json("refused/data_faults")
 LAUNCHED = ("EIO", "killed tensor")  # run under a launcher; the others are forked, and run under a launcher as claims
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run_ranks", "fault"),
     [(run_two_forked, fault) for fault in FAULTS if fault not in LAUNCHED]

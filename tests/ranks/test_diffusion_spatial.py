@@ -174,6 +174,7 @@ TRAINED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cfg", "axes"), TRAINED, ids=case_id)
 def test_sharded_samples_train_and_are_generated_as_on_one_rank(cfg: UNetConfig, axes: dict[str, int]) -> None:
     losses, weights, rows = train_unsharded(cfg)

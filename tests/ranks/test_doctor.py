@@ -50,6 +50,7 @@ def test_another_version_is_named(tmp_path: Path) -> None:
     assert re.search(rf"^  rank 1 on \S+: Python is 3\.9\.0, expected {own} as on rank 0 on \S+; give all", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_named_at_the_limit(tmp_path: Path) -> None:
     """Rank 1 holds the GIL; rank 2 blocks only its main thread."""
     path = tmp_path / "report.json"
@@ -64,6 +65,7 @@ def test_ranks_that_hang_are_named_at_the_limit(tmp_path: Path) -> None:
     assert text.startswith("hpcai doctor: 3 ranks"), "results so far are shown"
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_connect_are_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

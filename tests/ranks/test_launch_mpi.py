@@ -132,6 +132,7 @@ def tracebacks(text: str) -> int:
 Launch = Callable[[int], list[str | Path]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launch", "name", "mpi"),
     [(mpich, "mpiexec (MPICH, Intel MPI)", True), (openmpi, "mpirun (Open MPI)", True), (torchrun, "torchrun", False)],
@@ -159,6 +160,7 @@ def test_one_rank_needs_no_mpi() -> None:
     assert [line["world"] for line in result.json_lines()] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [False, True], ids=["of another MPI", "missing"])
 def test_a_wrong_mpi_library_is_reported_once(missing: bool) -> None:
     """mpiexec of one MPI with the library of another would start two jobs of one rank each, with exit code 0."""

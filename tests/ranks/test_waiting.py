@@ -22,6 +22,7 @@ REPORT = "waiting since [0-9] s: .*"
 PLACES = load_json("waits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "late", "number", "code"), [
     ("step", 0, signal.SIGINT, 130), ("resume", 0, signal.SIGUSR1, 85),
     *((place, 1, signal.SIGTERM, 85) for place in PLACES if place not in ("step", "resume")),

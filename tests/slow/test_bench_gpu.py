@@ -35,6 +35,7 @@ del _FIRST["openfold"]  # it takes as long as all others
 _CLAIMS = [name for name in gpu_steps.cases() if name not in _FIRST.values() and "fp8" not in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.claim] * (x in _CLAIMS)) for x in gpu_steps.cases()])
 def test_a_published_step(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     table = run_bench_gpu(capsys, "apps", "--case", name)
@@ -48,6 +49,7 @@ def test_a_published_step(name: str, capsys: pytest.CaptureFixture[str]) -> None
     assert all(row["left_out"] == "there is no GPU: this process computes on cpu" for row in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", gpu_steps.cases())
 def test_batches_of_the_loader_have_the_shapes_of_those_on_the_device(name: str) -> None:
     """A captured step would otherwise be captured again, or refused."""

@@ -85,6 +85,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Harness:
     return Harness(tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_jobs_that_pass_fail_and_hang_are_reported(runner: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "LONG_LIMITS", {"test_a.py": 5.0})
     for name, text in (("test_a.py", HANGS), ("test_b.py", FAILS), ("test_c.py", PASSES)):
@@ -291,6 +292,7 @@ def test_a_rung_runs_without_a_gpu(rung: str, tmp_path: Path) -> None:
     assert set(states.values()) == ({"skipped"} if rung == "R8" and shutil.which("ncu") is None else {"passed"}), states
 
 
+@pytest.mark.slow
 def test_this_machine_without_a_gpu_runs_to_the_end(tmp_path: Path) -> None:
     command = [sys.executable, run.__file__, "--part", "tests", "kernels", "apps", "--out", str(tmp_path)]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)

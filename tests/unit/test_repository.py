@@ -142,6 +142,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_network(unpacked: Path, tmp_path: Path) -> None:
     (tmp_path / "apps/mine").mkdir(parents=True)  # an app of the user's
     for name in ("apps/__init__.py", "apps/mine/__init__.py"):

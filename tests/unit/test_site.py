@@ -79,6 +79,7 @@ def open_browser(address: str, folder: Path, *options: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
+@pytest.mark.slow
 def test_a_browser_shows_all_pages_wide_and_narrow_light_and_dark(site: Path, tmp_path: Path) -> None:
     """Nothing runs over, all pictures are there, tables have lines, and texts stand out from their background."""
     pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))

@@ -74,6 +74,7 @@ ENDS = {(11, 9): (-9, "RUNNING"), (3, 0): (1, "FAILED"), (7, 10): STOPPED, (15, 
 ALL = (11, 9), (3, 0), (7, 10), (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [((15, 10), (0, 0)), pytest.param(ALL, marks=pytest.mark.claim)], ids=len)
 def test_jobs_that_end_in_any_way_continue_one_run_of_each_tracker(
     faults: Sequence[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

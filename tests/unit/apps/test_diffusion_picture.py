@@ -29,6 +29,7 @@ def ensembles(kind: str) -> dict[str, Any]:
     return {"truth": every[:, 0], "members": every[:, 1:], "index": np.arange(n)[::-1], **more.get(kind, {"about_floor": 0.05})}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "figures", "rows"), [("maps", 8, 2), ("volumes", 4, 1), ("forecasts", 9, 3)])
 def test_all_forms_are_drawn(kind: str, figures: int, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = picture.read(report_runs.write_arrays(tmp_path / "a.npz", arrays := ensembles(kind)))

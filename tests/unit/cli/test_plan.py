@@ -39,6 +39,7 @@ def test_all_apps_but_those_without_a_plan_are_planned() -> None:
         assert all(training.samples_needed(point.batch) > 0 for point in training.published)
 
 
+@pytest.mark.slow
 def test_a_sharded_step_takes_less_time_and_memory(tiny: Planner) -> None:
     h100 = machine("h100")
     (full, peak), (sharded, sharded_peak) = (tiny.fit_memory(ways, 128, 1, h100)[:2] for ways in (1, 2))
@@ -141,6 +142,7 @@ def test_expert_parallelism_is_recorded_with_all_replicas() -> None:
         planner.plan_job(2, 1, 16, h100)
 
 
+@pytest.mark.slow
 def test_a_search_finds_the_fastest_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*llm.Benchmark().tiny, "lora=null", f"model.experts={EXPERTS}", "data.batch=8"]
     planner, h100 = Planner("llm", settings), machine("h100", gpus_per_node=2)

@@ -100,6 +100,7 @@ def one_rank() -> Iterator[None]:
     destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("name", "tool"), [*QUICK, *CLAIMS])
 def test_a_tool_of_torch_changes_no_loss_and_no_gradient(name: str, tool: str) -> None:

@@ -257,6 +257,7 @@ def measure_memory() -> list[str]:
     return [outcome(lambda: build(deep), 16 << 20), *(outcome(work, max_bytes) for work in (shard, initial_values, deep))]
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_memory_is_built_sharded_and_materialized() -> None:
     """Measured in a new interpreter: forks of a large one have free memory left."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new:

@@ -41,6 +41,7 @@ def log_probs(engine: Engine) -> Tensor:
     return torch.tensor([[x for r in requests for x in r.output], [x for r in requests for x in r.log_probs]], dtype=torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "sizes"), [("llama", INT8), ("gpt", INT4), ("gpt_oss", INT4), ("deepseek", INT8)])
 def test_tokens_are_those_of_rounded_weights(kind: str, sizes: dict[str, Any]) -> None:
     model = similar(model_of(kind))
