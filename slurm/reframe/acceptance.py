@@ -175,13 +175,13 @@ class Part(Job):
         self.tags |= {"quick"} if self.scale == "1_node" else set()
         return True
 
-    def set_run(self, app, *overrides):
-        """Set the run of ``app`` on its small data, with these settings, and return its arguments."""
-        commands = runs.plan_run(app, "small", self.num_tasks, self.per_node, gpus=False)
+    def set_run(self, part):
+        """Set the run that an app declares for ``part``, and return its arguments."""
+        gpus = "gpu" in self.current_partition.features
+        commands = runs.plan_run(runs.app_of(part), "small", self.num_tasks, self.per_node, gpus, part)
         self.prerun_cmds = [self.command_alone("hpcai.cli", *words) for words in commands.prepare]
-        words = [*commands.run, "report.sinks=[terminal]", *overrides]
-        self.executable_opts = [*map(shlex.quote, words)]
-        return words[1:]
+        self.executable_opts = [*map(shlex.quote, commands.run)]
+        return commands.run[1:]
 
 
 @rfm.simple_test
@@ -206,16 +206,12 @@ class HPCAI_ranks(Part):  # noqa: N801
 
 @rfm.simple_test
 class HPCAI_checkpoint(Part):  # noqa: N801
-    """The rate of a checkpoint of a language model: of 0.4 GB on CPUs, of 14 GB on GPUs."""
+    """The rate of a checkpoint: of 0.4 GB on CPUs, of 14 GB on GPUs."""
 
     descr = "rate of a checkpoint"
-    app = "llm"
 
     def set_commands(self):
-        large = "gpu" in self.current_partition.features
-        sizes = "width: 2048, layers: 24, heads: 16, inner: 5632" if large else "width: 512, layers: 8, heads: 8, inner: 2048"
-        batch = f"data.batch={max(self.num_tasks, 8)}"
-        self.set_run(self.app, f"model={{{sizes}}}", batch, "train.steps=2", "train.report_every=1")
+        self.set_run("checkpoint")
 
     def figures(self):
         return {"checkpoint_write": parts.checkpoint_rate(self.stage / "run")}
@@ -226,11 +222,10 @@ class HPCAI_resume(Part):  # noqa: N801
     """A killed rank ends its job; the job, started again, ends with the weights of an uninterrupted one."""
 
     descr = "a killed rank, and the resumed job"
-    app = "cosmoflow"
 
     def set_commands(self):
         self.set_ranks(min(self.num_tasks, 8))  # which share the batch
-        words = self.set_run(self.app, "train.steps=32", "checkpoint.every_steps=8")
+        words = self.set_run("resume")
         again = [word.replace("report.directory=run", "report.directory=again") for word in words]
         self.postrun_cmds[1:-2] = [  # with checkpoints
             '[ $code = 0 ] || { echo $code >exit_code; exit $code; }',

@@ -44,13 +44,19 @@ def declared_apps() -> list[str]:
     return [app for app in apps.list_apps() if (apps.app_folder(app) / "acceptance.toml").is_file()]
 
 
+def app_of(part: str) -> str:
+    """Return the app whose declaration has the run of ``part``, checkpoint or resume."""
+    return next(app for app in declared_apps() if part in read_declaration(app))
+
+
 def unit(app: str) -> str:
     """Return the unit of the app's throughput, as its published rates have it: samples, unless a sample is a block of others."""
     return str(read_declaration(app)["scaling"].get("unit", "samples"))
 
 
-def plan_run(app: str, mode: Mode, ranks: int, per_node: int, gpus: bool) -> Commands | None:
-    """Return the commands of a run on ``ranks``, ``per_node`` of them on each node, or None if there is no such run.
+def plan_run(app: str, mode: Mode, ranks: int, per_node: int, gpus: bool, part: str | None = None) -> Commands | None:
+    """Return the commands of a run on ``ranks``, ``per_node`` of them on each node, or None if there is no such run; with ``part``,
+    those of its run, which is a small one with other settings.
 
     Scaling has the published configuration on GPUs, and that of the small run on CPUs: in weak scaling each rank has the same
     number of samples, in strong scaling all ranks share four times those of a node."""
@@ -59,7 +65,8 @@ def plan_run(app: str, mode: Mode, ranks: int, per_node: int, gpus: bool) -> Com
     table = declaration.get({"small": "small", "target": "target"}.get(mode, "scaling" if gpus else "small"))
     if table is None:
         return None
-    overrides, batch = list(table["overrides"]), 0
+    more = declaration[part] if part else {}
+    overrides, batch = [*table["overrides"], *more.get("overrides", ()), *(more.get("gpu", ()) if gpus else ())], 0
     if scaling:
         of_rank = table["batch"] if gpus else max(_small_batch(app) // 8, 1)
         batch = of_rank * (ranks if mode == "weak" else _STRONG * per_node)

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 APPS = sorted(path.parent.name for path in (ROOT / "apps").glob("*/__main__.py"))
 KEYS = {"prepare", "config", "overrides"}
 OPTIONAL = {"small": {"expected", "before", "mlperf"}, "target": {"before"}, "scaling": {"batch", "before", "published", "unit"}}
+PARTS = {"checkpoint", "resume"}
 
 
 class ParsedError(Exception):
@@ -39,8 +40,8 @@ def load(app: str, name: str, overrides: list[str]) -> Any:
 
 def test_tables_and_keys(runs: dict[str, Any]) -> None:
     rates = ROOT / f"apps/{runs.pop('app')}/published.toml"
-    assert {*runs} == {*OPTIONAL}
-    for name, table in runs.items():
+    assert {*runs} - PARTS == {*OPTIONAL}
+    for name, table in ((name, runs[name]) for name in OPTIONAL):
         assert KEYS <= {*table} <= KEYS | OPTIONAL[name], name
     assert all(relative >= 0.02 and value for value, relative in runs["small"]["expected"].values())
     assert any(item.startswith("train.target=") for item in runs["target"]["overrides"])
@@ -52,6 +53,9 @@ def test_tables_and_keys(runs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4, 64, 128])
 def test_settings_are_valid(runs: dict[str, Any], ranks: int) -> None:
+    for part in (runs[name] for name in PARTS & runs.keys()):
+        overrides = [*runs["small"]["overrides"], *part["overrides"], *part.get("gpu", [])]
+        assert load(runs["app"], runs["small"]["config"], [fill(item, ranks) for item in overrides]).train.target is not None
     for name in OPTIONAL:
         table, batch = runs[name], runs[name].get("batch", 1)
         cfg = load(runs["app"], table["config"], [fill(item, ranks, batch) for item in table["overrides"]])
