@@ -335,10 +335,10 @@ def test_an_error_of_the_source_is_raised_soon_and_all_threads_end(problem: Exce
 
 def test_an_epoch_can_be_abandoned_for_another() -> None:
     data = Volumes()
-    before, thread_count = threading.active_count(), count_threads()
-    loader = new_loader(data, seed=1)
     with Loader(data, 4, replica_mesh(0, 1), name="train", seed=1) as other:
         expected = sample_indices(other.epoch(1))
+    before, thread_count = threading.active_count(), count_threads()
+    loader = new_loader(data, seed=1)
     for _ in range(3):
         epoch = loader.epoch(0, more=True)
         next(epoch), next(epoch)
