@@ -47,6 +47,7 @@ SMILES = re.compile(r"\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\
 """tokens of a SMILES (Schwaller et al., "Molecular Transformer", 2019)"""
 PSEUDOCOUNT = 5.0                               # of a column of a profile, in proportion to the composition
 SEPARATION = 6                                  # residues between those of a contact, at least
+SOURCE = "a file, or a folder with files at any depth"
 
 
 # ---- packing
@@ -216,10 +217,6 @@ class Source(command.Settings):
             yield f"--row {self.row}: expected 3 to {(1 << 15) - 1}"
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a file, or a folder with files at any depth")
-
-
 def tokenize(text: str, smiles: bool) -> list[str]:
     """Return the tokens of a sequence. Raises DataError for unknown letters."""
     tokens = SMILES.findall(text) if smiles else list(text.upper().rstrip("*"))
@@ -378,8 +375,8 @@ BUILDER = command.DatasetBuilder(
     "bert", "Packed rows of sequences for BERT.", "bert",
     command.Check("Files against index.json, lengths against tokens.", check_rows, ("rows", 64, "rows to verify")),
     (command.Simulate("Families of simulated proteins.", Recipe, ("families", 4), simulate, count_help="how many"),
-     command.Convert("FASTA or SMILES to our files.", Source, convert, add_source_options),
-     command.Convert("Packed rows of MLPerf to our files.", MlperfSource, mlperf, add_source_options, name="mlperf")),
+     command.Convert("FASTA or SMILES to our files.", Source, convert, SOURCE),
+     command.Convert("Packed rows of MLPerf to our files.", MlperfSource, mlperf, SOURCE, name="mlperf")),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

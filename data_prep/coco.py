@@ -164,7 +164,7 @@ BUILDER = command.DatasetBuilder(
     "coco", "Images with objects in boxes: convert annotations of COCO.", "retinanet",
     command.Check("Files against index.json; decodes images.", images.check_images, ("images", 256, "to decode"),
                   picture.draw_boxes),
-    (command.Convert("A JSON file of COCO and a folder of images, to our files.", Source, convert, add_source_options),),
+    (command.Convert("A JSON file of COCO and a folder of images, to our files.", Source, convert, None, add_source_options),),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

@@ -279,7 +279,8 @@ class Convert:
     help: str
     settings: type[Settings]
     plan: Callable[[argparse.Namespace], Plan | None]
-    add_arguments: Callable[[argparse.ArgumentParser], object]  # the sources, and options that are no settings
+    source: str | None                          # help of SOURCE; None: ``add_arguments`` adds the sources
+    add_arguments: Callable[[argparse.ArgumentParser], object] = lambda parser: None    # options that are no settings
     name: str = "convert"
 
 
@@ -291,6 +292,7 @@ class Check:
     check_samples: Callable[[PreparedDataset, argparse.Namespace], Iterator[str]]   # yields mistakes
     option: tuple[str, int, str] | None         # None: all samples
     picture: Callable[[Sequence[tuple[Path, int]], dict[str, Any], Path], None] | None = picture.draw   # of some samples
+    describe: Callable[[Path, bool], None] | None = None    # instead, without an index: prints the content, raises DataError
     name = "check"
 
 
@@ -313,6 +315,8 @@ class DatasetBuilder:
             kwargs: dict[str, Any] = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
             parser = subparsers.add_parser(each.name, help=each.help, description=each.help, **kwargs)
             if isinstance(each, Convert):
+                if each.source:
+                    parser.add_argument("source", type=Path, metavar="SOURCE", help=each.source)
                 each.add_arguments(parser)
             parser.add_argument("out", type=Path, metavar="OUT", help="folder; finished files of a stopped run are kept")
             if isinstance(each, Simulate):
@@ -400,6 +404,9 @@ class DatasetBuilder:
     def run_check(self, options: argparse.Namespace) -> int:
         """Return 0, or print the mistakes and return 1. Raises DataError if the folder cannot be read."""
         prepared, check = PreparedDataset(options.out), self.check
+        if check.describe:
+            check.describe(options.out, True)
+            return 0
         errors = check_index(prepared)
         print_statistics(prepared)
         if not errors:

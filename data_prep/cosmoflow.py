@@ -221,8 +221,7 @@ class Source(command.Settings):
     skip_bad: bool = command.skip_bad()
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or the files of one --split")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=store.SPLITS, default=None, help="only this split, or the split of a flat folder")
     parser.add_argument("--limit", metavar="N", type=command.positive, default=None, help="source files per split, at most")
     add_ranges_option(parser)
@@ -327,7 +326,8 @@ BUILDER = command.DatasetBuilder(
                   ("spectra", 64, "universes whose spectra are measured")),
     (command.Simulate("Universes of cold dark matter, from their four parameters to particle counts.", Recipe,
                       ("universes", 256), simulate, add_ranges_option),
-     command.Convert("Public MLPerf TFRecords, plain or gzip, or HDF5 universes.", Source, convert, add_source_options)),
+     command.Convert("Public MLPerf TFRecords, plain or gzip, or HDF5 universes.", Source, convert,
+                     "holds train, validation, test; or the files of one --split", add_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

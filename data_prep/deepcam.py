@@ -123,10 +123,6 @@ class Source(command.Settings):
     skip_bad: bool = command.skip_bad()
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test with data-*.h5")
-
-
 def convert_steps(root: Path, shape: tuple[int, int], skip_bad: bool, sources: Sequence[str], path: Path) -> store.Refused:
     attributes = {**_header(Grid.globe(*shape)), "kind": "converted", "origin": "public DeepCAM time steps"}
     with store.create_file(path, len(sources), fields(*shape), attributes) as file:
@@ -188,7 +184,8 @@ BUILDER = command.DatasetBuilder(
     "deepcam", "DeepCAM data: simulate weather maps, check them, or convert the public set.", "deepcam",
     command.Check("Files against index.json, masks against the rule.", check_samples, ("rule", 64, "masks to recompute")),
     (command.Simulate("Maps of an idealised atmosphere, with masks of cyclones and rivers.", Recipe, ("samples", 400), simulate),
-     command.Convert("The public time steps (data-*.h5) to our files.", Source, convert, add_source_options)),
+     command.Convert("The public time steps (data-*.h5) to our files.", Source, convert,
+                     "holds train, validation, test with data-*.h5")),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

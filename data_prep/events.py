@@ -455,18 +455,11 @@ def describe(folder: Path, check: bool) -> None:
         print(f"  {name}: {n:,} rows, up to {most} ids" + (used if check else ""), flush=True)
 
 
-class EventBuilder(command.DatasetBuilder):
-    def run_check(self, options: argparse.Namespace) -> int:
-        describe(options.out, True)
-        return 0
-
-
-BUILDER = EventBuilder(
+BUILDER = command.DatasetBuilder(
     "events", "Tables of events for DLRM.", "dlrm",
-    command.Check("All rows; positives, ids, and how unevenly they are used.", lambda prepared, options: iter(()), None, None),
+    command.Check("All rows; positives, ids, and how unevenly they are used.", lambda *_: iter(()), None, None, describe),
     (command.Simulate("Reads of metagenomes, or clicks.", Recipe, ("events", 80_000), simulate, count_help="or reads"),
-     command.Convert("Criteo's click logs to our files.", Source, convert,
-                     lambda parser: parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of Criteo's files"))),
+     command.Convert("Criteo's click logs to our files.", Source, convert, "folder of Criteo's files")),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

@@ -397,6 +397,5 @@ def convert(options: argparse.Namespace) -> command.Plan:
     return command.Plan(recipe, jobs, header, summary, finalize=partial(write_shared, static, weights), config="fields")
 
 
-def add_sources(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a file, a Zarr store, or a folder of them with one grid")
+def add_coarse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coarse", type=Path, metavar="SOURCE", help="the coarse counterparts; default: the means of blocks")

@@ -362,7 +362,8 @@ BUILDER = command.DatasetBuilder(
     (command.Simulate("Density of matter in slabs or volumes, or maps of the weather, each with its coarse counterpart.", Matter,
                       ("samples", 1700), simulate, add_kind_option, "how many, in complete universes; a later run may add more"),
      command.Convert("Fields of NetCDF, Zarr, GRIB, HDF5 or .npy files, each with its coarse counterpart.",
-                     field_pairs.Conversion, field_pairs.convert, field_pairs.add_sources)),
+                     field_pairs.Conversion, field_pairs.convert,
+                     "a file, a Zarr store, or a folder of them with one grid", field_pairs.add_coarse)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

@@ -332,18 +332,11 @@ def describe(folder: Path, check: bool) -> None:
     print(f"classes: {graph.classes}; {graph.target}s: {splits}; {(graph.labels < 0).mean():.1%} without label", flush=True)
 
 
-class GraphBuilder(command.DatasetBuilder):
-    def run_check(self, options: argparse.Namespace) -> int:
-        describe(options.out, True)
-        return 0
-
-
-BUILDER = GraphBuilder(
+BUILDER = command.DatasetBuilder(
     "igb", "Graphs of papers for R-GAT.", "rgat",
-    command.Check("All edges; counts, degrees, homophily.", lambda prepared, options: iter(()), None, None),
+    command.Check("All edges; counts, degrees, homophily.", lambda *_: iter(()), None, None, describe),
     (command.Simulate("Papers in communities, or crystals.", Recipe, ("papers", 20_000), simulate, count_help="or crystals"),
-     command.Convert("IGB-Heterogeneous to our files.", Source, convert,
-                     lambda parser: parser.add_argument("source", type=Path, metavar="SOURCE", help="one size of IGBH"))),
+     command.Convert("IGB-Heterogeneous to our files.", Source, convert, "one size of IGBH")),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

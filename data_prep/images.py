@@ -51,10 +51,6 @@ class Source(command.Settings):
     skip_bad: bool = command.skip_bad()
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="images by class, or .tar, or folders of them by split")
-
-
 def write_images(classes: int, skip_bad: bool, shard: Shard, entries: Sequence[Entry], path: Path) -> store.Refused:
     rows, skipped = list[dict[str, Any]](), store.Skipped(skip_bad)
     for entry in entries:
@@ -226,7 +222,8 @@ def check_simulated(
 BUILDER = command.DatasetBuilder(
     "images", "Images with classes: convert folders of images, or WebDataset.", "resnet",
     command.Check("Files against index.json; decodes images.", check_images, ("images", 256, "to decode"), picture.draw_classes),
-    (command.Convert("Folders of images by class, or WebDataset, to our files.", Source, convert, add_source_options),),
+    (command.Convert("Folders of images by class, or WebDataset, to our files.", Source, convert,
+                     "images by class, or .tar, or folders of them by split"),),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

@@ -168,10 +168,6 @@ class Source(command.Settings):
     skip_bad: bool = command.skip_bad()
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="holds case_00000 and so on; in KiTS19 its folder data")
-
-
 def convert_case(source: Path, spacing: Triple, least: tuple[int, int, int], skip_bad: bool, path: Path) -> store.Refused:
     skipped = store.Skipped(skip_bad)
     with skipped.catch(source):
@@ -247,7 +243,8 @@ BUILDER = command.DatasetBuilder(
     (command.Simulate("CT scans of simulated abdomens with kidneys and tumours.", Recipe,
                       ("cases", 96), simulate, lambda parser: parser.add_argument(
                           "--nifti", action="store_true", help="write the public layout, on the scanner's grid, for convert")),
-     command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert, add_source_options)),
+     command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert,
+                     "holds case_00000 and so on; in KiTS19 its folder data")),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

@@ -99,8 +99,7 @@ class LatentSettings(command.Settings):
     skip_bad: bool = command.skip_bad()
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="images, .tar, MLPerf's layouts, or folders of them by split")
+def add_networks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="pipeline of diffusers: its folders vae, text_encoder ...")
     parser.add_argument("--vae", type=Path, metavar="DIR", help="autoencoder of diffusers")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto: a GPU for each process, if there are any")
@@ -531,7 +530,8 @@ def check_latents(prepared: command.PreparedDataset, options: argparse.Namespace
 BUILDER = command.DatasetBuilder(
     "latents", "Images with captions to moments of latents and vectors of captions.", "diffusion",
     command.Check("Files against index.json, and values.", check_latents, None),
-    (command.Convert("Images, or MLPerf's latents, with captions.", LatentSettings, convert, add_source),),
+    (command.Convert("Images, or MLPerf's latents, with captions.", LatentSettings, convert,
+                     "images, .tar, MLPerf's layouts, or folders of them by split", add_networks),),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

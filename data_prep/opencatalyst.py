@@ -115,8 +115,7 @@ class Source(command.Settings):
         yield from command.check_fractions(self.validation, self.test)
 
 
-def add_source_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a file, or a folder, perhaps with train and val_id in it")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--label", metavar="TEXT", default=None, help="the method of the labels, such as 'DFT (VASP)'")
 
 
@@ -224,7 +223,8 @@ BUILDER = command.DatasetBuilder(
     "opencatalyst", "Energies and forces of atoms: simulate slabs, check them, or convert trajectories.", "opencatalyst",
     command.Check("Files against index.json, counts and labels recomputed.", check_samples, ("frames", 12, "frames to recompute")),
     (command.Simulate("Metal slabs with adsorbates: relaxed, rattled and heated by EMT.", Recipe, ("systems", 60), simulate),
-     command.Convert(f"Files that end with {', '.join(trajectories.SUFFIXES)} to ours.", Source, convert, add_source_options)),
+     command.Convert(f"Files that end with {', '.join(trajectories.SUFFIXES)} to ours.", Source, convert,
+                     "a file, or a folder, perhaps with train and val_id in it", add_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

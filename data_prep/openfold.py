@@ -526,7 +526,7 @@ BUILDER = command.DatasetBuilder(
     (command.Simulate("Families of chains that share a fold, with alignments that evolved.", Recipe,
                       ("families", 64), simulate, lambda parser: parser.add_argument(
                           "--chains", metavar="N", type=command.positive, default=256, help="chains of all families")),
-     command.Convert("mmCIF, PDB, A3M and Stockholm files to ours.", Source, convert, add_source_options)),
+     command.Convert("mmCIF, PDB, A3M and Stockholm files to ours.", Source, convert, None, add_source_options)),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

@@ -578,8 +578,8 @@ BUILDER = command.DatasetBuilder(
     "text", "Text for language models: tokenized, shuffled documents, packed into rows.", "llm",
     command.Check("Verify files, rows and documents.", check, ("rows", 2, "rows to print"), None),
     (command.Convert(f"Text, {', '.join(documents.KINDS)}, all but tables also {' or '.join(documents.PACKED)}.", TextSettings,
-                     convert, add_source),
-     command.Convert("The standard library of the Python that runs.", LibrarySettings, python, lambda parser: None, "python")),
+                     convert, None, add_source),
+     command.Convert("The standard library of the Python that runs.", LibrarySettings, python, None, name="python")),
 )  # fmt: skip
 main, parser = BUILDER.main, BUILDER.parser
 

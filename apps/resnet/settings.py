@@ -1,15 +1,13 @@
 """Settings of a ResNet run. It imports no torch."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hpcai.config import NonNegativeInt, PositiveInt
+from hpcai.config import NonNegativeInt, PositiveFloat, PositiveInt
 from hpcai.models.resnet import ResNetConfig
 from hpcai.settings import LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class DataConfig(LoaderConfig):
@@ -23,9 +21,9 @@ class DataConfig(LoaderConfig):
     """images per evaluation batch, over all ranks"""
     pictures: NonNegativeInt = 500
     """validation images in the report: the first ones drawn, all for the calibration"""
-    scale: tuple[Positive, Positive] = (0.08, 1.0)
+    scale: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
     """smallest and largest area of a random crop, as a fraction of the image"""
-    ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
+    ratio: tuple[PositiveFloat, PositiveFloat] = (3 / 4, 4 / 3)
     """smallest and largest ratio of width to height of a random crop"""
     flip: bool = True
     """flip images at random, from left to right"""

@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -203,12 +204,9 @@ def edit_volume(folder, index, values=lambda x: x, affine=lambda x: x):
     save(folder, **{("image", "label")[index]: image})
 
 
-def put(value):
-    def assign(values):
-        values[3, 4, 5] = value
-        return values
-
-    return assign
+def put(value, values):
+    values[3, 4, 5] = value
+    return values
 
 
 def to_metres(case, unit, scale):
@@ -275,7 +273,7 @@ FAULTS = {
     "short": (lambda case: patch(case, lambda data: gzip.compress(gzip.decompress(data)[:-500])), nifti.IMAGE, ["before the last"]),
     "shapes": (lambda case: edit_volume(case, 1, lambda x: x[1:]), nifti.LABEL, ["imaging.nii.gz has", "on the grid of its image"]),
     "moved": (lambda case: edit_volume(case, 1, affine=translate), nifti.LABEL, ["voxels from its position", "resample the label"]),
-    "label 7": (lambda case: edit_volume(case, 1, put(7)), nifti.LABEL, ["[7]", "1 kidney, 2 tumour"]),
+    "label 7": (lambda case: edit_volume(case, 1, partial(put, 7)), nifti.LABEL, ["[7]", "1 kidney, 2 tumour"]),
     "4-D": (lambda case: edit_volume(case, 0, lambda x: np.stack([x, x], -1)), nifti.IMAGE, ["4 dimensions", "expected 3"]),
     "labels 1.5": (lambda case: edit_volume(case, 1, lambda x: x * np.float32(1.5)), nifti.LABEL, ["[1.5", "map them"]),
     "geometries": (lambda case: set_header(case, 0, pixdim=(1, 1, 1, 1, 1, 1, 1, 1)), nifti.IMAGE,
@@ -286,7 +284,7 @@ FAULTS = {
                 ["rotated or sheared", "resample it to an axis-aligned grid first"]),
     "spacing 0": (lambda case: set_header(case, 0, pixdim=[1.0] * 2 + [0.0] * 6), nifti.IMAGE, ["0.0", "correct pixdim"]),
     "spacing NaN": (lambda case: set_header(case, 0, pixdim=[1.0] * 2 + [np.nan] * 6), nifti.IMAGE, ["nan", "correct pixdim"]),
-    "NaN": (lambda case: edit_volume(case, 0, put(np.nan)), nifti.IMAGE, ["NaN or infinity"]),
+    "NaN": (lambda case: edit_volume(case, 0, partial(put, np.nan)), nifti.IMAGE, ["NaN or infinity"]),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -482,15 +482,11 @@ def overwrite(name: str, data: bytes | str) -> Callable[[Path], None]:
     return lambda folder: write_files(folder, {name: data}) and None
 
 
-def member(name: str, data: bytes) -> Callable[[Path], None]:
-    """Return a function that replaces a member of the second tar."""
-
-    def change(folder: Path) -> None:
-        with tarfile.open(folder / "00001.tar") as file:
-            members = {entry.name: file.extractfile(entry).read() for entry in file}    # type: ignore[union-attr]
-        write_tar(folder / "00001.tar", {**members, name: data})
-
-    return change
+def replace_moments(data: bytes, folder: Path) -> None:
+    """Replace the moments of a sample of the second tar."""
+    with tarfile.open(folder / "00001.tar") as file:
+        members = {entry.name: file.extractfile(entry).read() for entry in file}    # type: ignore[union-attr]
+    write_tar(folder / "00001.tar", {**members, "000000006.npy": data})
 
 
 WRONG = load_json("refused/pictures")
@@ -504,11 +500,11 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "empty": lambda folder: [path.unlink() for path in folder.iterdir()],
     "tar within a member": lambda folder: truncate_tar(folder, lambda size: 1800),
     "between members": lambda folder: truncate_tar(folder, lambda size: 512 + 512),
-    "NaN": member("000000006.npy", npy(np.full((1, 8, 8, 8), np.nan, np.float32))),
-    "too large": member("000000006.npy", npy(np.full((1, 8, 8, 8), 7e4, np.float32))),
-    "another shape": member("000000006.npy", npy(np.zeros((1, 8, 8, 9), np.float32))),
-    "no moments": member("000000006.npy", npy(np.zeros((8, 8), np.float32))),
-    "an image": member("000000006.npy", npy(picture(1))),
+    "NaN": partial(replace_moments, npy(np.full((1, 8, 8, 8), np.nan, np.float32))),
+    "too large": partial(replace_moments, npy(np.full((1, 8, 8, 8), 7e4, np.float32))),
+    "another shape": partial(replace_moments, npy(np.zeros((1, 8, 8, 9), np.float32))),
+    "no moments": partial(replace_moments, npy(np.zeros((8, 8), np.float32))),
+    "an image": partial(replace_moments, npy(picture(1))),
     "arrow cut off": lambda folder: (lambda path: path.write_bytes(path.read_bytes()[:-3000]))(
         folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow"),
     "arrow lost": lambda folder: (folder / "cc12m_preprocessed" / "data-00001-of-00002.arrow").unlink(),

@@ -108,10 +108,8 @@ def test_frames_with_large_forces_are_omitted_and_such_starts_redrawn(monkeypatc
 
 def test_dynamics_keep_their_temperature():
     atoms = ase.build.fcc111("Cu", (2, 2, 3), vacuum=8, periodic=True)
-    atoms.calc, free, trajectory = slabs.emt_calculator(), np.arange(12) >= 4, []
-    before = atoms.positions.copy()
-    for _ in slabs._langevin(np.random.default_rng(0), atoms, free, 600.0, 400):
-        trajectory.append(atoms.positions.copy())
+    atoms.calc, free, before = slabs.emt_calculator(), np.arange(12) >= 4, atoms.positions.copy()
+    trajectory = [atoms.positions.copy() for _ in slabs._langevin(np.random.default_rng(0), atoms, free, 600.0, 400)]
     spread = np.std(trajectory[20:], axis=0)[free]
     assert 0.05 < spread.mean() < 0.3 and (atoms.positions[~free] == before[~free]).all()
     potential = []

@@ -42,12 +42,9 @@ from tests.unit.cli.test_report import events
 from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
 
 
-def write_bytes(name: str, data: bytes) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        (folder / name).write_bytes(data)
-        return folder / name
-
-    return make
+def write_bytes(name: str, data: bytes, folder: Path) -> Path:
+    (folder / name).write_bytes(data)
+    return folder / name
 
 
 def digest(data: bytes) -> dict[str, Any]:
@@ -179,18 +176,15 @@ def write_volume(folder: Path) -> Path:
     return folder / nifti.IMAGE
 
 
-def write_frames(ending: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        import ase.io
+def write_frames(ending: str, folder: Path) -> Path:
+    import ase.io
 
-        frames, path = [*load_relaxation()][:2], folder / f"frames{ending}"
-        if ending == ".aselmdb":
-            write_aselmdb(path, frames)
-        else:
-            ase.io.write(path, frames)
-        return path
-
-    return make
+    frames, path = [*load_relaxation()][:2], folder / f"frames{ending}"
+    if ending == ".aselmdb":
+        write_aselmdb(path, frames)
+    else:
+        ase.io.write(path, frames)
+    return path
 
 
 def read_frames(path: Path) -> None:
@@ -321,13 +315,10 @@ def resume_metrics(path: Path) -> None:
     log.open_resumed(path, 4, log._is_later).close()
 
 
-def write_run(file: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        write_metrics(folder)
-        (folder / "settings.yaml").write_text(config.dump(config.load(Config)))
-        return folder / file
-
-    return make
+def write_run(file: str, folder: Path) -> Path:
+    write_metrics(folder)
+    (folder / "settings.yaml").write_text(config.dump(config.load(Config)))
+    return folder / file
 
 
 def render_report(path: Path) -> None:
@@ -343,15 +334,12 @@ def new_step() -> train.Step:
     return train.Step(model, lambda m, x: {"loss": m(x).square().mean()}, train.StepConfig(optimizer="sgd"), dist.single_process())
 
 
-def write_checkpoint(file: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        step = new_step()
-        step(torch.ones(4, 3))
-        checkpoints = Checkpoints(folder / "checkpoints", train.CheckpointConfig(), dist.single_process())
-        saved = checkpoints.save(step, Progress(step=1)).path
-        return next(saved.glob(file))
-
-    return make
+def write_checkpoint(file: str, folder: Path) -> Path:
+    step = new_step()
+    step(torch.ones(4, 3))
+    checkpoints = Checkpoints(folder / "checkpoints", train.CheckpointConfig(), dist.single_process())
+    saved = checkpoints.save(step, Progress(step=1)).path
+    return next(saved.glob(file))
 
 
 def resume(path: Path) -> None:
@@ -382,10 +370,10 @@ FOLDER = "does not exist", "the settings make it", "the weights have", "is it an
 
 Listed = partial(Reader, listed=True)
 READERS = [
-    Reader("A3M", write_bytes("hits.a3m", A3M), read_alignments),
-    Reader("A3M, gzip", write_bytes("hits.a3m.gz", gzip.compress(A3M)), read_alignments, reseal_gzip(bytes)),
-    Reader("Stockholm", write_bytes("hits.sto", STO), read_alignments),
-    Reader("HHsearch", write_bytes("hits.hhr", HHR), read_hhr),
+    Reader("A3M", partial(write_bytes, "hits.a3m", A3M), read_alignments),
+    Reader("A3M, gzip", partial(write_bytes, "hits.a3m.gz", gzip.compress(A3M)), read_alignments, reseal_gzip(bytes)),
+    Reader("Stockholm", partial(write_bytes, "hits.sto", STO), read_alignments),
+    Reader("HHsearch", partial(write_bytes, "hits.hhr", HHR), read_hhr),
     Reader("mmCIF", write_chain, read_structure),
     Reader("safetensors", write_safetensors, CosmoFlow.load),
     Reader("PyTorch", write_torch, CosmoFlow.load),
@@ -398,19 +386,20 @@ READERS = [
     Reader("table of index.json", write_hdf5_table, read_table),
     Listed("table of index.json, resealed", write_hdf5_table, read_table_resealed, names=("rows",)),
     Reader("npy", write_npy, layout.npy_layout),
-    Listed("TFRecord", write_bytes("u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
+    Listed("TFRecord", partial(write_bytes, "u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
            lambda path: list(tfrecord.read_samples(path, 4)), reseal_tfrecord),
-    Listed("TFRecord, gzip", write_bytes("u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),
+    Listed("TFRecord, gzip",
+           partial(write_bytes, "u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),
            lambda path: list(tfrecord.read_samples(path, 4)), reseal_gzip(reseal_tfrecord)),
     Reader("NIfTI", write_volume, lambda path: nifti.read(path.parent), reseal_gzip(bytes)),
-    Listed("extxyz", write_frames(".extxyz"), read_frames),
-    Listed("ASE traj", write_frames(".traj"), read_frames),
-    Listed("aselmdb", write_frames(".aselmdb"), read_frames),
-    Listed("text", write_bytes("notes.txt", TEXT), read_documents),
-    Listed("JSON lines", write_bytes("lines.jsonl", TEXT), read_documents),
-    Listed("JSON lines, gzip", write_bytes("lines.jsonl.gz", gzip.compress(TEXT)), read_documents, reseal_gzip(bytes)),
-    Listed("JSON lines, zst", lambda folder: write_bytes("lines.jsonl.zst", compress_zst(TEXT))(folder), read_documents),
-    Listed("FASTA", write_bytes("some.fasta", A3M), read_documents),
+    Listed("extxyz", partial(write_frames, ".extxyz"), read_frames),
+    Listed("ASE traj", partial(write_frames, ".traj"), read_frames),
+    Listed("aselmdb", partial(write_frames, ".aselmdb"), read_frames),
+    Listed("text", partial(write_bytes, "notes.txt", TEXT), read_documents),
+    Listed("JSON lines", partial(write_bytes, "lines.jsonl", TEXT), read_documents),
+    Listed("JSON lines, gzip", partial(write_bytes, "lines.jsonl.gz", gzip.compress(TEXT)), read_documents, reseal_gzip(bytes)),
+    Listed("JSON lines, zst", lambda folder: write_bytes("lines.jsonl.zst", compress_zst(TEXT), folder), read_documents),
+    Listed("FASTA", partial(write_bytes, "some.fasta", A3M), read_documents),
     Listed("Parquet", write_parquet, read_documents),
     Reader("tokenizer.json", copy_file("llm/tokenizer/tokenizer.json"), use_tokenizer),
     Reader("tokenizer_config.json", copy_file("llm/tokenizer/tokenizer_config.json"), use_tokenizer, names=("tokenizer.json",)),
@@ -418,7 +407,8 @@ READERS = [
     *(Reader(f"llm/{file}", copy_file(f"llm/{file}"), lambda path: LLM.load(path.parent), names=FOLDER)
       for file in ("broken/good/config.json", "broken/good/model.safetensors.index.json", "gpt2_hub_tiny/hf/config.json",
                    "broken/good/model-00001-of-00002.safetensors")),
-    Reader("generation_config.json", write_bytes("generation_config.json", b'{"eos_token_id": [2, 5], "k": 9}'), read_stop_tokens),
+    Reader("generation_config.json", partial(write_bytes, "generation_config.json", b'{"eos_token_id": [2, 5], "k": 9}'),
+           read_stop_tokens),
     *(Reader(file, copy_file(f"llm/llama2_tiny/lora_qv/{file}"), names=FOLDER,
              read=lambda path: lora.load_adapter(copy.deepcopy(base_model()), path.parent))
       for file in ("adapter_config.json", "adapter_model.safetensors")),
@@ -431,15 +421,15 @@ READERS = [
     Reader("tar of images", write_tar, read_captioned),
     Reader("Arrow", write_table, read_captioned),
     Reader("state.json", lambda folder: write_table(folder).with_name("state.json"), read_captioned, names=("complete table",)),
-    Reader("settings", write_bytes("small.yaml", (ROOT / "apps/cosmoflow/configs/small.yaml").read_bytes()),
+    Reader("settings", partial(write_bytes, "small.yaml", (ROOT / "apps/cosmoflow/configs/small.yaml").read_bytes()),
            lambda path: config.load(Config, path)),
     Reader("metrics.jsonl", write_metrics, log.read_metrics),
     Listed("metrics.jsonl, resumed", write_metrics, resume_metrics),
-    Reader("report", write_run("metrics.jsonl"), render_report),
-    Reader("report, settings", write_run("settings.yaml"), render_report),
-    *(Reader(f"checkpoint, {name}", write_checkpoint(name), resume, names=("step-",))
+    Reader("report", partial(write_run, "metrics.jsonl"), render_report),
+    Reader("report, settings", partial(write_run, "settings.yaml"), render_report),
+    *(Reader(f"checkpoint, {name}", partial(write_checkpoint, name), resume, names=("step-",))
       for name in ("manifest.json", "run.json", "index.json", "*.safetensors")),
-    *(Listed(f"checkpoint, {name}, resealed", write_checkpoint(name), resume_resealed, names=("step-",))
+    *(Listed(f"checkpoint, {name}, resealed", partial(write_checkpoint, name), resume_resealed, names=("step-",))
       for name in ("run.json", "index.json")),
-    Listed("checkpoint, *.safetensors, resealed", write_checkpoint("*.safetensors"), resume_header, names=("step-",)),
+    Listed("checkpoint, *.safetensors, resealed", partial(write_checkpoint, "*.safetensors"), resume_header, names=("step-",)),
 ]  # fmt: skip

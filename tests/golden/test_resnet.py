@@ -146,9 +146,8 @@ def test_the_temperature_of_calibrated_probabilities() -> None:
     labels = torch.multinomial(logits.softmax(1), 1, generator=torch.Generator().manual_seed(1))[:, 0]
     assert fit_temperature(3 * logits, labels) == pytest.approx(3, rel=0.05)
     assert calibration_error((3 * logits).softmax(1), labels) > 0.1 > 3 * calibration_error(logits.softmax(1), labels)
-    best, losses = fit_temperature(logits, labels), []
-    for temperature in (best * 0.98, best, best * 1.02):
-        losses.append(F.cross_entropy(logits / temperature, labels).item())
+    best = fit_temperature(logits, labels)
+    losses = [F.cross_entropy(logits / temperature, labels).item() for temperature in (best * 0.98, best, best * 1.02)]
     assert min(losses) == losses[1]
 
 

@@ -95,11 +95,10 @@ def train_sharded(mesh: Mesh, kind: Any, overrides: dict[str, Any]) -> TrainResu
     case, axis = kind(), mesh["replicate"]
     case.cfg = case.cfg.model_copy(update={"dropout": 0.0} if kind is Cosmo else {})
     cfg = StepConfig(optimizer="sgd", lr=0.05, precision="fp64", tf32=False, **overrides)
-    step, losses = Step(case.model(mesh), case.package.loss, cfg, mesh, graph=GRAPH), []
+    step = Step(case.model(mesh), case.package.loss, cfg, mesh, graph=GRAPH)
     samples = slice(axis.rank * 2 // axis.size, (axis.rank + 1) * 2 // axis.size)
-    for number in range(STEPS):
-        losses.append(step(tree_map(case.batch(number, mesh, samples), lambda x: x.to(mesh.device)))["loss"])
-    return finish(step, losses)
+    parts = (tree_map(case.batch(number, mesh, samples), lambda x: x.to(mesh.device)) for number in range(STEPS))
+    return finish(step, [step(part)["loss"] for part in parts])
 
 
 def skip_graph_communication(capture: str) -> None:

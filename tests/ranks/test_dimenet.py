@@ -1,6 +1,6 @@
 """DimeNet++ on replicas with batches of different sizes: training equals that of one process with all structures."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def new_step_and_batch(mesh: Mesh, shares: list[int]) -> tuple[Step, Batch]:
     first = sum(shares[: mesh["replicate"].rank])
     own = batch(structures[first : first + shares[mesh["replicate"].rank]])
     model, cfg = parallelize(random_network(), mesh), StepConfig(optimizer="sgd", precision="fp64")
-    return Step(model, energy_force_loss, cfg, mesh, counts=counted), own
+    return Step(model, partial(loss, cfg=ObjectiveConfig(force=2, energy=1)), cfg, mesh, counts=counted), own
 
 
 def train(mesh: Mesh, shares: list[int]) -> dict[str, torch.Tensor]:
@@ -55,10 +55,6 @@ def reported_loss(mesh: Mesh, shares: list[int]) -> float:
 def test_replicas_have_equal_weight_in_the_report() -> None:
     expected = reported_loss(dist.single_process(torch.device("cpu")), [7])
     assert on_ranks({"replicate": 2}, reported_loss, [5, 2]) == pytest.approx([expected] * 2, rel=1e-12)
-
-
-def energy_force_loss(model: Any, part: Batch, **kwargs: Any) -> dict[str, Any]:
-    return loss(model, part, ObjectiveConfig(force=2, energy=1), **kwargs)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])

@@ -36,9 +36,8 @@ def deliver_batches(
             return np.array(index)
 
     with Loader(Slow(48), 8, mesh, name="t", order=order, seed=4, scatter=scatter) as loader:  # type: ignore[arg-type]
-        batches, epoch = [], loader.epoch(0, first, deferred)
-        for _ in range(stop):
-            batches.append(next(epoch).tolist())
+        epoch = loader.epoch(0, first, deferred)
+        batches = [next(epoch).tolist() for _ in range(stop)]
         epoch.close()
         return mesh["replicate"].rank, batches, loader.deferred()
 

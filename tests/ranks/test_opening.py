@@ -9,6 +9,7 @@ import shutil
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import h5py
 import numpy as np
@@ -58,25 +59,21 @@ def open_and_read(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ..
         opened.append(Path(args[0]).name)
         original(self, *args, **kwargs)
 
-    h5py.File.__init__ = recorded
-    try:
-        with chdir(own if mesh.rank else home / kind):
-            rows = open_split(Path("set"), FIELDS, "make it so", LoaderConfig(reader="buffered"), mesh)
-            if mesh.rank:
-                (own / "set").mkdir()
-                for name in ("u007.h5", "u150.h5"):
-                    shutil.copy(home / kind / "set" / name, own / "set" / name)
-            info: Any = rows.column("atoms").tolist(), [rows.shape(i, "cube")[0] for i in (0, 15, 399)] if kind == "table" else None
-            read = [rows.read(index) for index in (15, 300)]
-            values = [{name: (value.shape, set(value.reshape(-1).tolist())) for name, value in row.items()} for row in read]
-            try:
-                rows.read(20)
-                error = ""
-            except DataError as problem:
-                error = str(problem)
-            return len(rows), rows.identity, rows.metadata.get("units"), rows.shapes, info, values, error, opened
-    finally:
-        h5py.File.__init__ = original
+    with patch.object(h5py.File, "__init__", recorded), chdir(own if mesh.rank else home / kind):
+        rows = open_split(Path("set"), FIELDS, "make it so", LoaderConfig(reader="buffered"), mesh)
+        if mesh.rank:
+            (own / "set").mkdir()
+            for name in ("u007.h5", "u150.h5"):
+                shutil.copy(home / kind / "set" / name, own / "set" / name)
+        info: Any = rows.column("atoms").tolist(), [rows.shape(i, "cube")[0] for i in (0, 15, 399)] if kind == "table" else None
+        read = [rows.read(index) for index in (15, 300)]
+        values = [{name: (value.shape, set(value.reshape(-1).tolist())) for name, value in row.items()} for row in read]
+        try:
+            rows.read(20)
+            error = ""
+        except DataError as problem:
+            error = str(problem)
+        return len(rows), rows.identity, rows.metadata.get("units"), rows.shapes, info, values, error, opened
 
 
 def open_with_messages(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ...]:

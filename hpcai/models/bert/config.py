@@ -1,12 +1,10 @@
 """Settings of BERT. Does not import torch."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hpcai.config import NonNegativeInt, PositiveInt, Settings
-
-Probability = Annotated[float, Field(ge=0, lt=1)]
+from hpcai.config import NonNegativeInt, PositiveFloat, PositiveInt, Rate, Settings
 
 
 class BertConfig(Settings):
@@ -28,13 +26,13 @@ class BertConfig(Settings):
     """next-sentence prediction, with the pooler; without it, as for proteins, the network predicts masked tokens only"""
     activation: Literal["gelu", "gelu_pytorch_tanh"] = "gelu"
     """GELU by the error function (transformers), or its tanh approximation (MLPerf, in TensorFlow and by NVIDIA)"""
-    dropout: Probability = 0.1
+    dropout: Rate = 0.1
     """of embeddings and of the outputs of attention and feed-forward layers"""
-    attention_dropout: Probability = 0.1
+    attention_dropout: Rate = 0.1
     """of attention probabilities"""
-    eps: Annotated[float, Field(gt=0)] = 1e-12
+    eps: PositiveFloat = 1e-12
     """of layer norms"""
-    deviation: Annotated[float, Field(gt=0)] = 0.02
+    deviation: PositiveFloat = 0.02
     """standard deviation of initial weights"""
     recompute: Literal["none", "selective", "layers"] = "none"
     """activation checkpointing: of cheap operations, or of layers as a whole"""

@@ -233,18 +233,17 @@ class _StateSizes(NamedTuple):
         return next(count for count in itertools.count() if not self.has(name.format(count)))
 
     def rows(self, block: str) -> dict[str, int]:
-        heads, wide = self.size(f"{block}msa_att_row.linear_z.weight"), f"{block}msa_transition.linear_1.weight"
-        return {
-            "heads": heads, "head": self.size(f"{block}msa_att_row.attention.linear_o.weight", 1) // heads,
-            "outer": self.size(f"{block}outer_product_mean.linear_1.weight"), "transition": self.size(wide) // self.size(wide, 1),
-        }  # fmt: skip
+        outer = self.size(f"{block}outer_product_mean.linear_1.weight")
+        return {"outer": outer, **self._attention(f"{block}msa_att_row.", "linear_z", f"{block}msa_transition.")}
 
     def pairs(self, block: str) -> dict[str, int]:
-        heads, wide = self.size(f"{block}tri_att_start.linear.weight"), f"{block}pair_transition.linear_1.weight"
-        return {
-            "heads": heads, "head": self.size(f"{block}tri_att_start.attention.linear_o.weight", 1) // heads,
-            "triangle": self.size(f"{block}tri_mul_out.layer_norm_out.weight"), "transition": self.size(wide) // self.size(wide, 1),
-        }  # fmt: skip
+        triangle = self.size(f"{block}tri_mul_out.layer_norm_out.weight")
+        return {"triangle": triangle, **self._attention(f"{block}tri_att_start.", "linear", f"{block}pair_transition.")}
+
+    def _attention(self, part: str, bias: str, transition: str) -> dict[str, int]:
+        heads, wide = self.size(f"{part}{bias}.weight"), f"{transition}linear_1.weight"
+        head = self.size(f"{part}attention.linear_o.weight", 1) // heads
+        return {"heads": heads, "head": head, "transition": self.size(wide) // self.size(wide, 1)}
 
     def template(self) -> dict[str, Any] | None:
         prefix = "template_embedder."

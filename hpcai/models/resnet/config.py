@@ -1,14 +1,12 @@
 """Settings of ResNet. Does not import torch."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hpcai.config import PositiveInt, Settings
+from hpcai.config import PositiveFloat, PositiveInt, Rate, Settings
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
 
 
 class ResNetConfig(Settings):
@@ -36,11 +34,11 @@ class ResNetConfig(Settings):
     """shorter side in evaluation, before the center of `size` is cropped"""
     mean: tuple[float, float, float] = MEAN
     """mean of red, green and blue, on a scale of 0 to 1, subtracted from the input"""
-    std: tuple[Positive, Positive, Positive] = STD
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = STD
     """standard deviation of red, green and blue, by which the input is divided"""
-    label_smoothing: Fraction = 0.1
+    label_smoothing: Rate = 0.1
     """weight of the uniform distribution in the target (Szegedy et al. 2016)"""
-    temperature: Positive = 1.0
+    temperature: PositiveFloat = 1.0
     """divisor of the logits of a prediction, for calibrated probabilities (Guo et al. 2017; `fit_temperature`)"""
 
     @model_validator(mode="after")

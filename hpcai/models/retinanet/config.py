@@ -4,12 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import NonNegativeInt, PositiveInt, Settings
+from hpcai.config import NonNegativeInt, PositiveFloat, PositiveInt, Rate, Settings
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue
 STRIDE = 32  # pixels of the image per pixel of the deepest stage; sides of the input are multiples of it
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
 
 
 class RetinaNetConfig(Settings):
@@ -37,7 +35,7 @@ class RetinaNetConfig(Settings):
     """groups of the group norms of the heads; 0: none, 32 in torchvision's v2"""
     anchor_sizes: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt, PositiveInt] = (32, 64, 128, 256, 512)
     """side of the smallest square anchor of each level, in pixels of the input; two more are larger by 2^(1/3) and 2^(2/3)"""
-    aspect_ratios: Annotated[tuple[Positive, ...], Field(min_length=1)] = (0.5, 1.0, 2.0)
+    aspect_ratios: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = (0.5, 1.0, 2.0)
     """height over width of the anchors"""
     classes: tuple[str, ...] = ()
     """names of the classes, in the order of the outputs; empty: read from the data, or numbers"""
@@ -52,21 +50,21 @@ class RetinaNetConfig(Settings):
     longer: PositiveInt = 1333
     mean: tuple[float, float, float] = MEAN
     """mean of red, green and blue, on a scale of 0 to 1, subtracted from the input"""
-    std: tuple[Positive, Positive, Positive] = STD
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = STD
     """standard deviation of red, green and blue, by which the input is divided"""
-    foreground_iou: Fraction = 0.5
+    foreground_iou: Rate = 0.5
     """an anchor is foreground from this overlap with an object"""
-    background_iou: Fraction = 0.4
+    background_iou: Rate = 0.4
     """an anchor is background below this overlap; those between are ignored"""
     alpha: float = 0.25
     """weight of the foreground in the focal loss, 1 - alpha of the background; negative: none"""
     gamma: Annotated[float, Field(ge=0)] = 2.0
     """exponent of the focal loss"""
-    score_threshold: Fraction = 0.05
+    score_threshold: Rate = 0.05
     """detections have higher scores"""
     candidates: PositiveInt = 1000
     """best detections of each level before those that overlap are removed"""
-    nms_threshold: Fraction = 0.5
+    nms_threshold: Rate = 0.5
     """detections of a class that overlap more than this with a better one are removed"""
     detections: PositiveInt = 300
     """detections of an image at most; 100 in COCO"""

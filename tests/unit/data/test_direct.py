@@ -7,9 +7,9 @@ import gc
 import mmap
 import os
 import resource
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -171,11 +171,8 @@ def test_memory_is_never_allocated_twice_by_several_threads() -> None:
             if not (block == number).all():
                 overwritten.append(number)
 
-    threads = [threading.Thread(target=fill, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(fill, range(6)))
     assert not overwritten
 
 
@@ -272,13 +269,8 @@ def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]) * 5000)
     with Reader("direct", files=8) as reader:
-        threads = [
-            threading.Thread(target=lambda: [reader.fetch(path, 0, 5000) for path in paths for _ in range(3)]) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: [reader.fetch(path, 0, 5000) for path in paths for _ in range(3)], range(4)))
         assert sum(open_resources()[str(path)] for path in paths) <= 8
         assert all(reader.fetch(path, 4000, 1000)[0] == i for i, path in enumerate(paths))
 

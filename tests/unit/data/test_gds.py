@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -107,14 +107,9 @@ def test_any_slice_of_any_array_is_read_exactly(tmp_path_factory: Any, case: Any
     array, chunks, index = case
     array, layouts = write_arrays(tmp_path_factory.mktemp("gds"), array, chunks, partial, offset)
     layout = layouts[0 if chunks else 2]
-    module, default = FakeKvikIO(), gds._STAGING_BYTES
-    gds._STAGING_BYTES = staging
-    try:
-        with GdsReader(CPU, kvikio=module) as reader:
-            actual = reader.read(layout, *index)
-    finally:
-        gds._STAGING_BYTES = default
-        module.pool.shutdown()
+    module = FakeKvikIO()
+    with module.pool, patch.object(gds, "_STAGING_BYTES", staging), GdsReader(CPU, kvikio=module) as reader:
+        actual = reader.read(layout, *index)
     expected = array[tuple(index)]
     assert actual.dtype == torch.from_numpy(array).dtype and tuple(actual.shape) == expected.shape
     assert np.array_equal(actual.numpy(), expected)

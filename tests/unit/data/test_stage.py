@@ -70,6 +70,13 @@ def stage(source: Path, target: Path, **kwargs: Any) -> Staged:
     return stage_in(source, target, dist.single_process(), **{"block": BLOCK, **kwargs})
 
 
+def check_staged(source: Path, target: Path) -> Staged:
+    """Stage, and assert that the target has the files of the source, and no hidden file besides the record."""
+    staged = stage(source, target)
+    assert read_tree(target) == read_tree(source) and has_only_record(target)
+    return staged
+
+
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_files(tmp_path / "source", FILES)
@@ -136,8 +143,7 @@ def test_links_are_followed(source: Path, target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [os.fsdecode(b"\xff\xfe.h5"), "n" * 255], ids=["not UTF-8", "255 bytes"])
 def test_a_file_may_have_any_name(source: Path, target: Path, name: str) -> None:
     (source / name).write_bytes(b"12345")
-    stage(source, target)
-    assert read_tree(target) == read_tree(source) and has_only_record(target)
+    check_staged(source, target)
     assert staged_paths(target, source)[source / name] == target / name
     assert stage(source, target).read == 0
 
@@ -163,8 +169,7 @@ def test_changed_files_are_copied_again(source: Path, target: Path) -> None:
     write_index(source / "train")
     (source / ODD).write_bytes(b"shorter")
     os.utime(source / "recipe.json")
-    second = stage(source, target)
-    assert read_tree(target) == read_tree(source) and has_only_record(target)
+    second = check_staged(source, target)
     changed = FILES["train/a.h5"] + 7 + 40 + len((source / "train/index.json").read_bytes())
     assert second.bytes - second.kept == changed
 
@@ -176,15 +181,14 @@ def test_damaged_copies_are_replaced(source: Path, target: Path, damage: Callabl
     stage(source, target)
     damage(target / "train/a.h5")
     assert source / "train/a.h5" not in staged_paths(target, source)
-    second = stage(source, target)
+    second = check_staged(source, target)
     assert second.bytes - second.kept == FILES["train/a.h5"]
-    assert read_tree(target) == read_tree(source)
 
 
 def test_without_a_record_everything_is_copied(source: Path, target: Path) -> None:
     stage(source, target)
     (target / plan.RECORD).unlink()
-    assert stage(source, target).kept == 0 and read_tree(target) == read_tree(source)
+    assert check_staged(source, target).kept == 0
 
 
 def test_unverified_files_are_copied_again_for_verification(source: Path, target: Path) -> None:
@@ -204,8 +208,7 @@ def test_partial_files_of_a_killed_run_are_replaced(source: Path, target: Path) 
     (target / "train").mkdir(parents=True)
     (target / ".stage.0123.partial").write_bytes(b"half")
     (target / "train/a.h5").write_bytes(b"short")
-    stage(source, target)
-    assert read_tree(target) == read_tree(source) and has_only_record(target)
+    check_staged(source, target)
 
 
 def interrupt(done: int, total: int) -> None:
@@ -218,8 +221,7 @@ def test_an_interrupted_run_resumes(source: Path, target: Path) -> None:
         stage(source, target, progress=interrupt, block=4096)
     copied = read_tree(target)
     assert has_only_record(target) and copied and all((source / name).read_bytes() == data for name, data in copied.items())
-    assert stage(source, target).kept == sum(map(len, copied.values())) > 0
-    assert read_tree(target) == read_tree(source) and has_only_record(target)
+    assert check_staged(source, target).kept == sum(map(len, copied.values())) > 0
 
 
 def test_an_interrupted_verification_keeps_only_verified_files(source: Path, target: Path) -> None:
@@ -229,8 +231,7 @@ def test_an_interrupted_verification_keeps_only_verified_files(source: Path, tar
     shutil.copystat(source / "train/c.h5", damaged)
     with pytest.raises(KeyboardInterrupt):
         stage(source, target, progress=interrupt, block=4096)
-    stage(source, target)
-    assert read_tree(target) == read_tree(source)
+    check_staged(source, target)
 
 
 def test_files_deleted_from_the_source_are_deleted_from_the_target(source: Path, target: Path) -> None:
@@ -269,8 +270,7 @@ def test_an_invalid_index_is_refused(source: Path, target: Path, content: str, m
 @pytest.mark.parametrize("content", ["[]", '{"files": 3}', '{"files": ["a.h5"]}', "{}"])
 def test_an_index_json_of_another_kind_is_copied_as_a_file(source: Path, target: Path, content: str) -> None:
     (source / "train/index.json").write_text(content)
-    stage(source, target)
-    assert read_tree(target) == read_tree(source)
+    check_staged(source, target)
 
 
 def test_broken_and_circular_links_are_refused(source: Path, target: Path) -> None:
@@ -336,8 +336,7 @@ def test_a_target_is_locked_by_a_job(source: Path, target: Path) -> None:
     with pytest.raises(DataError, match="another job stages to it"):
         stage(source, target)
     os.close(descriptor)
-    stage(source, target)
-    assert read_tree(target) == read_tree(source)
+    check_staged(source, target)
 
 
 # ---- errors while copying
@@ -359,8 +358,7 @@ def test_a_flipped_bit_is_detected(source: Path, target: Path) -> None:
         stage(source, target)
     check_complete_files(source, target, "train/b.h5")
     path.write_bytes(content)
-    stage(source, target)
-    assert read_tree(target) == read_tree(source)
+    check_staged(source, target)
 
 
 def test_a_flipped_bit_is_not_detected_without_verification(source: Path, target: Path) -> None:
@@ -400,8 +398,7 @@ def test_a_file_that_fails_during_the_copy(
     monkeypatch.undo()
     check_complete_files(source, target, name)
     if fault is not truncate:
-        stage(source, target)
-        assert read_tree(target) == read_tree(source)
+        check_staged(source, target)
 
 
 @pytest.mark.parametrize("operation", ["write", "allocate", "flush"])
@@ -426,8 +423,7 @@ def test_a_full_disk_raises(source: Path, target: Path, operation: str, monkeypa
     monkeypatch.undo()
     assert caught.value.__cause__ is not None
     check_complete_files(source, target, str(caught.value).split(": cannot")[0].removeprefix(f"{target}/"))
-    stage(source, target)
-    assert read_tree(target) == read_tree(source)
+    check_staged(source, target)
 
 
 def test_a_write_of_zero_bytes_raises(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

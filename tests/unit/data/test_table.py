@@ -7,6 +7,7 @@ import pickle
 import resource
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -289,18 +290,15 @@ def test_a_missing_damaged_or_foreign_table_raises(dataset: tuple[Path, Any], tm
         Rows(folder, FIELDS)
 
 
-def set_value(name: str, index: Any, value: Any) -> Callable[[dict[str, np.ndarray]], Any]:
-    def change(arrays: dict[str, np.ndarray]) -> None:
-        arrays[name] = arrays[name].copy()
-        arrays[name][index] = value
-
-    return change
+def set_value(name: str, index: Any, value: Any, arrays: dict[str, np.ndarray]) -> None:
+    arrays[name] = arrays[name].copy()
+    arrays[name][index] = value
 
 
 INVALID = [
-    *((set_value(*value), text) for *value, text in load_json("refused/index_tables")),
-    (set_value("cube:type", (0, 1), ord("O")), "'cube' has invalid dtype"),
-    (set_value("cube:type", (0, slice(None)), list(b"<f4,<f8,<f4,")), "'cube' has invalid dtype"),
+    *((partial(set_value, *value), text) for *value, text in load_json("refused/index_tables")),
+    (partial(set_value, "cube:type", (0, 1), ord("O")), "'cube' has invalid dtype"),
+    (partial(set_value, "cube:type", (0, slice(None)), list(b"<f4,<f8,<f4,")), "'cube' has invalid dtype"),
     (lambda arrays: arrays.pop("cube:offset"), "'cube:offset' is no array of its kind"),
     (lambda arrays: arrays.update({"cube:offset": arrays["cube:offset"].astype("f8")}), "'cube:offset' is no array of its kind"),
     (lambda arrays: arrays.update({"cube:type": arrays["cube:type"][:, :3]}), "'cube' is not of so many files"),

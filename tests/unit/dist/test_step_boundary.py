@@ -18,9 +18,8 @@ from hpcai.errors import LaunchError
 
 @contextmanager
 def watchdogs(world: int) -> Iterator[list[Watchdog]]:
-    store, ranks = torch_dist.HashStore(), []
-    for rank in range(world):
-        ranks.append(Watchdog(rank, world, "127.0.0.1", store, os._exit))
+    store = torch_dist.HashStore()
+    ranks = [Watchdog(rank, world, "127.0.0.1", store, os._exit) for rank in range(world)]
     try:
         yield ranks
     finally:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +44,5 @@ def saved_tensor_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
         def __init__(self, pack: Any, unpack: Any) -> None:
             super().__init__(lambda x: record(pack(x)), unpack)
 
-    torch.autograd.graph.saved_tensors_hooks = RecordingHooks  # type: ignore[assignment,misc]
-    try:
-        with original(record, lambda x: x):
-            yield sizes
-    finally:
-        torch.autograd.graph.saved_tensors_hooks = original  # type: ignore[misc]
+    with patch.object(torch.autograd.graph, "saved_tensors_hooks", RecordingHooks), original(record, lambda x: x):
+        yield sizes

@@ -58,6 +58,12 @@ def new_run(path: Path, **overrides: Any) -> train.Run:
     return train.Run("test", cfg, dist.single_process())
 
 
+def fit(path: Path, cfg: TrainConfig, step: train.Step | None = None, **kwargs: Any) -> train.Result:
+    """Train in a new run in ``path``, or resume the one that is there."""
+    with new_run(path) as run:
+        return train.fit(step or new_step(), batches(), cfg, run=run, **kwargs)
+
+
 def read_events(path: Path) -> list[dict]:
     return log.read_metrics(path / "metrics.jsonl")
 
@@ -96,8 +102,7 @@ def test_a_report_is_the_mean_of_its_steps() -> None:
 @pytest.mark.parametrize(("begin", "steps"), [(None, [6, 12, 15]), (3, [9, 15])])
 def test_evaluation_every_second_epoch_from_a_given_one_and_at_the_end(tmp_path: Path, begin: int | None, steps: list[int]) -> None:
     cfg = TrainConfig(epochs=5, evaluate_every=2, evaluate_from=begin)
-    with new_run(tmp_path) as run:
-        result = train.fit(new_step(), batches(), cfg, validation=batches(2), evaluate=metric, run=run)
+    result = fit(tmp_path, cfg, validation=batches(2), evaluate=metric)
     assert [report.step for report in result.evaluations] == steps
     step = new_step()
     saved = read_tensors(max((tmp_path / "checkpoints").glob("step-*")))
@@ -113,8 +118,7 @@ def test_a_non_finite_metric_is_reported(tmp_path: Path) -> None:
         power = torch.tensor([2.0, 0.0]), lambda power: {"power_0": power[0], "power_1": 1 / power[1]}
         return {"error": (torch.tensor(1.0), 1), "dice": (torch.tensor(float("nan")), 1), "spectrum": power}
 
-    with new_run(tmp_path) as run:
-        result = train.fit(new_step(), batches(), TrainConfig(epochs=1), validation=batches(2), evaluate=non_finite, run=run)
+    result = fit(tmp_path, TrainConfig(epochs=1), validation=batches(2), evaluate=non_finite)
     assert result.exit_code == 0
     notes = [e["text"] for e in read_events(tmp_path) if e["kind"] == "note" and "evaluation of step 3" in e["text"]]
     assert len(notes) == 1 and "dice is nan, power_1 is inf, though the loss is finite; look at" in notes[0]
@@ -135,8 +139,8 @@ def test_a_run_whose_metric_is_hopeless_stops_with_a_reason(tmp_path: Path, bett
 
     settings: dict[str, Any] = {"better": better, "hopeless": {"higher": 0.1, "lower": 7.0}[better]}
     cfg = TrainConfig(epochs=9, metric="dice", **settings)
-    with new_run(tmp_path) as run, pytest.raises(DivergedError, match=r"step 9: dice is .* has diverged; lower step.lr"):
-        train.fit(new_step(), batches(), cfg, validation=batches(1), evaluate=collapsing, run=run)
+    with pytest.raises(DivergedError, match=r"step 9: dice is .* has diverged; lower step.lr"):
+        fit(tmp_path, cfg, validation=batches(1), evaluate=collapsing)
     assert [e["dice"] for e in read_events(tmp_path) if e["kind"] == "evaluate"][:2] == values[:2]
     last = read_events(tmp_path)[-1]
     assert (last["kind"], last["reason"], last["step"], last["target_reached"]) == ("stop", "diverged", 9, False)
@@ -145,12 +149,10 @@ def test_a_run_whose_metric_is_hopeless_stops_with_a_reason(tmp_path: Path, bett
 def test_the_target_ends_the_run_and_a_second_start_does_nothing(tmp_path: Path) -> None:
     cfg = TrainConfig(epochs=50, metric="error", target=0.5)
     kwargs = {"validation": batches(), "evaluate": metric}
-    with new_run(tmp_path) as run:
-        first = train.fit(new_step(), batches(), cfg, run=run, **kwargs)
+    first = fit(tmp_path, cfg, **kwargs)
     assert first.reason == "target" and first.evaluations[-1]["error"] <= 0.5 < first.evaluations[-2]["error"]
     assert read_events(tmp_path)[-1]["target_reached"] is True
-    with new_run(tmp_path) as run:
-        second = train.fit(new_step(), batches(), cfg, run=run, **kwargs)
+    second = fit(tmp_path, cfg, **kwargs)
     assert second.reason == "target" and second.progress.step == first.progress.step and not second.reports
     assert any("nothing is left to do" in e.get("text", "") for e in read_events(tmp_path))
 
@@ -172,15 +174,14 @@ def test_a_failed_checkpoint_is_reported_and_training_continues(tmp_path: Path, 
         return "No space left on device" if next(failures, False) else write(self, *args)
 
     monkeypatch.setattr(Checkpoints, "_write", sometimes)
-    with new_run(tmp_path) as run:
-        result = train.fit(new_step(), batches(), TrainConfig(epochs=4), run=run)
+    result = fit(tmp_path, TrainConfig(epochs=4))
     assert result.reason == "finished" and result.progress.step == 12
     notes = [e["text"] for e in read_events(tmp_path) if e["kind"] == "note"]
     assert len(notes) == 2 and all("No space left on device; there is no checkpoint yet" in text for text in notes)
 
     monkeypatch.setattr(Checkpoints, "_write", lambda *_: "No space left on device")
-    with new_run(tmp_path / "b") as run, pytest.raises(CheckpointError, match="No space left"):
-        train.fit(new_step(), batches(), TrainConfig(epochs=1), run=run)
+    with pytest.raises(CheckpointError, match="No space left"):
+        fit(tmp_path / "b", TrainConfig(epochs=1))
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +252,11 @@ def interrupted_step(number: signal.Signals, when: int) -> train.Step:
 
 def test_a_signal_stops_at_a_step_boundary(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR2)
-    with new_run(tmp_path) as run:
-        result = train.fit(interrupted_step(signal.SIGUSR2, 5), batches(), TrainConfig(steps=20), run=run)
+    result = fit(tmp_path, TrainConfig(steps=20), interrupted_step(signal.SIGUSR2, 5))
     assert (result.reason, result.exit_code, result.progress.step) == ("signal", 85, 5)
     assert signal.getsignal(signal.SIGUSR2) == before
     assert any(e.get("text") == "stopped by SIGUSR2" for e in read_events(tmp_path))
-    with new_run(tmp_path) as run:
-        assert train.fit(new_step(), batches(), TrainConfig(steps=20), run=run).progress.step == 20
+    assert fit(tmp_path, TrainConfig(steps=20)).progress.step == 20
 
 
 @pytest.mark.parametrize("when, reason", [(4, "signal"), (6, "finished")])
@@ -293,9 +292,7 @@ def test_gpu_readings_and_samples_per_joule_are_in_the_reports(tmp_path: Path, m
             return {"power_w": 300.0, "energy_j": self.energy, "temperature_c": 50.0}
 
     monkeypatch.setattr(loop, "GpuCounters", Meter)
-    run = new_run(tmp_path)
-    result = train.fit(new_step(), batches(), TrainConfig(epochs=2, report_every=3), run=run)
-    run.reports.close()
+    result = fit(tmp_path, TrainConfig(epochs=2, report_every=3))
     rows = [event for event in read_events(tmp_path) if event["kind"] == "train"]
     assert [row["gpu_energy_j"] for row in rows] == [6.0, 12.0] and rows[0]["gpu_power_w"] == 300.0
     expected = 3 * len(batches()[0]) / 6.0
@@ -353,8 +350,7 @@ class Watts:
 def test_the_energy_of_a_run_is_reported_and_summed_over_its_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "RaplCounters", Watts)
     for epochs in (1, 2):
-        with new_run(tmp_path) as run:
-            train.fit(new_step(), batches(), TrainConfig(epochs=epochs), run=run)
+        fit(tmp_path, TrainConfig(epochs=epochs))
     records = [event for event in read_events(tmp_path) if event["kind"] == "energy"]
     samples = len(batches()) * len(batches()[0])
     assert [(record["joules"], record["cpu_joules"], record["samples"]) for record in records] == [(30.0, 30.0, samples)] * 2
@@ -394,8 +390,8 @@ def test_energy_is_summed_over_gpus_and_nodes(tmp_path: Path) -> None:
 
 
 def test_a_run_without_its_cap_on_power_does_not_begin(tmp_path: Path) -> None:
-    with new_run(tmp_path / "run") as run, pytest.raises(ConfigError, match="train.power_cap is 300 W, but NVML cannot read"):
-        train.fit(new_step(), batches(), TrainConfig(epochs=1, power_cap=300), run=run)
+    with pytest.raises(ConfigError, match="train.power_cap is 300 W, but NVML cannot read"):
+        fit(tmp_path / "run", TrainConfig(epochs=1, power_cap=300))
     assert not list((tmp_path / "run").iterdir())
 
 
@@ -405,10 +401,8 @@ def slow_metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
 
 
 def test_a_target_reached_in_the_background_ends_the_run_with_the_evaluated_step(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
     cfg = TrainConfig(epochs=2000, report_every=1, evaluate="background", metric="error", target=1e9)
-    result = train.fit(new_step(), batches(), cfg, validation=batches(), evaluate=slow_metric, run=run)
-    run.reports.close()
+    result = fit(tmp_path, cfg, validation=batches(), evaluate=slow_metric)
     stop = next(event for event in read_events(tmp_path) if event["kind"] == "stop")
     assert result.reason == stop["reason"] == "target" and stop["target_reached"]
     assert stop["step"] == result.evaluations[0].step == 3 < result.progress.step < 6000

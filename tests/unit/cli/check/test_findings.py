@@ -66,12 +66,9 @@ def write_unaligned(root: Path, patch: pytest.MonkeyPatch) -> None:
     index(root / "train")
 
 
-def mount_as(kind: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
-    def mount(root: Path, patch: pytest.MonkeyPatch) -> None:
-        (root.parent / "mounts").write_text(f"x {root} {kind} rw\n")
-        patch.setattr(disk, "MOUNTS", root.parent / "mounts")
-
-    return mount
+def mount_by_network(root: Path, patch: pytest.MonkeyPatch) -> None:
+    (root.parent / "mounts").write_text(f"x {root} nfs4 rw\n")
+    patch.setattr(disk, "MOUNTS", root.parent / "mounts")
 
 
 def slow_down(root: Path, patch: pytest.MonkeyPatch) -> None:
@@ -94,15 +91,11 @@ def fields(**expected: Any) -> Callable[[Path, pytest.MonkeyPatch], Any]:
     return lambda root, patch: index(root / "train", fields=expected)
 
 
-def other(split: str, shape: tuple[int, ...] = SHAPE, **data: np.ndarray) -> Callable[[Path, pytest.MonkeyPatch], Any]:
-    """Replace the datasets in all files of a split."""
-
-    def replace(root: Path, patch: pytest.MonkeyPatch) -> None:
-        for i, path in enumerate(sorted((root / split).glob("*.h5"))):
-            write(path, {**arrays(900 + i, shape=shape), **data})
-        index(root / split)
-
-    return replace
+def other(root: Path, patch: pytest.MonkeyPatch, shape: tuple[int, ...] = SHAPE, **data: np.ndarray) -> None:
+    """Replace the datasets in all files of validation."""
+    for i, path in enumerate(sorted((root / "validation").glob("*.h5"))):
+        write(path, {**arrays(900 + i, shape=shape), **data})
+    index(root / "validation")
 
 
 SAME = arrays(500)["counts"]  # of train/u0.h5
@@ -142,14 +135,14 @@ SPOIL: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "schema": on("train/u0.h5", lambda p: put(p, {"counts": SAME})),
     "schema/extra": on("train/u0.h5", lambda p: put(p, {**arrays(500), "more": np.ones((4, 3))})),
     "schema/index": fields(weights={}),
-    "schema/splits": other("validation", label=np.ones((4, 3))),
-    "schema/splits, shapes": other("validation", (9, 9, 9, 4)),
+    "schema/splits": partial(other, label=np.ones((4, 3))),
+    "schema/splits, shapes": partial(other, shape=(9, 9, 9, 4)),
     "dtype": on("train/u0.h5", lambda p: put(p, {**arrays(500), "target": np.ones((4, 3))})),
     "dtype, other than the index": fields(target={"dtype": "float64"}),
     "shape": on("train/u0.h5", lambda p: put(p, arrays(500, shape=(9, 9, 9, 4)))),
     "shape, other than the index": fields(target={"shape": [4]}),
     "inodes": lambda root, p: p.setattr(disk, "MANY_FILES", 5),
-    "network": mount_as("nfs4"),
+    "network": mount_by_network,
     "rate": slow_down,
 }  # fmt: skip
 

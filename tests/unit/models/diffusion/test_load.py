@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,17 @@ FILE, CONFIG = "diffusion_pytorch_model.safetensors", "config.json"
 CONV = "mid_block.resnets.0.conv1.weight"
 
 
-def change_config(**settings: Any) -> Callable[[Path], None]:
-    """Return a function that changes settings of a folder; the value ... removes one."""
-
-    def change(folder: Path) -> None:
-        config = json.loads((folder / CONFIG).read_text()) | settings
-        (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
-
-    return change
+def change_config(folder: Path, **settings: Any) -> None:
+    """Change settings of a folder; the value ... removes one."""
+    config = json.loads((folder / CONFIG).read_text()) | settings
+    (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
 
 
-def change_weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
-    """Return a function that changes the weights of a folder."""
-
-    def write(folder: Path) -> None:
-        state = load_file(folder / FILE)
-        change(state)
-        save_file(state, folder / FILE, {"format": "pt"})
-
-    return write
+def change_weights(change: Callable[[dict[str, Tensor]], Any], folder: Path) -> None:
+    """Change the weights of a folder."""
+    state = load_file(folder / FILE)
+    change(state)
+    save_file(state, folder / FILE, {"format": "pt"})
 
 
 def change_file(change: Callable[[bytes], bytes], name: str = FILE) -> Callable[[Path], None]:
@@ -54,9 +47,10 @@ def insert_nan(state: dict[str, Tensor]) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]] = {
-    "extra key": (change_weights(lambda x: x.update(conv3=torch.ones(4))), CheckpointError, (FILE, "has conv3, which no module")),
-    "a setting that is missing": (change_config(in_channels=...), CheckpointError, (CONFIG, "has no 'in_channels'")),
-    "not finite": (change_weights(insert_nan), CheckpointError, (FILE, CONV, "not finite")),
+    "extra key": (partial(change_weights, lambda x: x.update(conv3=torch.ones(4))), CheckpointError,
+                  (FILE, "has conv3, which no module")),
+    "a setting that is missing": (partial(change_config, in_channels=...), CheckpointError, (CONFIG, "has no 'in_channels'")),
+    "not finite": (partial(change_weights, insert_nan), CheckpointError, (FILE, CONV, "not finite")),
     "a pointer": (
         change_file(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 36760\n"), CheckpointError,
         (FILE, "git lfs pull"),
@@ -128,7 +122,7 @@ def test_damaged_indices_raise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "value"), load_json("refused/diffusers_settings"))
 def test_unsupported_settings_are_named(name: str, value: Any, tmp_path: Path) -> None:
     folder = shutil.copytree(HOME / "ok", tmp_path / "net")
-    change_config(**{name: value})(folder)
+    change_config(folder, **{name: value})
     with pytest.raises(ConfigError, match=rf"config.json: {name} "):
         read_folder(folder)
 

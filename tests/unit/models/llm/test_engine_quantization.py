@@ -1,6 +1,7 @@
 """An engine with weights of 8 or 4 bits samples the tokens of a model that has the rounded weights."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -126,9 +127,6 @@ def test_kernels_multiply_as_the_rounded_weights(kind: Any, dtype: torch.dtype, 
 
 def test_errors_name_the_setting() -> None:
     model = model_of("llama")
-    model.unshard = None  # type: ignore[assignment]
-    try:
-        with pytest.raises(ConfigError, match="engine.quantization is int8, and the weights are fully sharded"):
-            Engine(model, EngineConfig(quantization="int8"))
-    finally:
-        del model.unshard
+    refused = pytest.raises(ConfigError, match="engine.quantization is int8, and the weights are fully sharded")
+    with patch.object(model, "unshard", None, create=True), refused:
+        Engine(model, EngineConfig(quantization="int8"))
