@@ -29,6 +29,7 @@ def test_a_child_that_uses_a_network_is_ended(code: str, tmp_path: Path) -> None
     assert process.returncode == REFUSED and "File " in process.stderr
 
 
+@pytest.mark.slow
 def test_no_module_opens_a_socket_when_it_is_imported(tmp_path: Path) -> None:
     process = run_offline(IMPORTS, cwd=tmp_path, path=ROOT)
     assert process.returncode == 0, process.stderr
