@@ -44,6 +44,8 @@ class RGATConfig(Settings):
         names = len(self.classes)
         if names and self.num_classes not in (None, names):
             raise ValueError(f"num_classes is {self.num_classes}, but classes has {names} names; give one of them")
+        if len(set(self.classes)) < names:
+            raise ValueError(f"classes {self.classes} contains a duplicate")
         if self.hidden % self.heads:
             raise ValueError(f"hidden is {self.hidden}; expected a multiple of the {self.heads} heads")
         for name in self.relations:

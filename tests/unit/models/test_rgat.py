@@ -145,7 +145,7 @@ def test_wrong_batches_and_settings() -> None:
         ({"hidden": 6, "heads": 4}, "hidden is 6; expected a multiple of the 4 heads"),
         ({"relations": ("a__b___c",)}, "expected source___name___destination"),
         ({"relations": ("a___b___c",)}, "no relation ends in target 'paper'"),
-        ({"relations": ("a___b___paper",) * 2}, "duplicate"),
+        ({"relations": ("a___b___paper",) * 2}, "duplicate"), ({"classes": ("a", "a")}, "duplicate"),
         ({"classes": ("a", "b"), "num_classes": 3}, "classes has 2 names"),
     )
     for settings, message in wrong:
