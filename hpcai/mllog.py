@@ -56,6 +56,8 @@ class Benchmark(NamedTuple):
     metric_key: str
     log_samples: bool = False
     """whether lines have the number of samples too"""
+    samples_per_row: int = 1
+    """samples that MLPerf counts in one of ours, which is a packed row; those of evaluations are not packed"""
     goals: tuple[Goal, ...] = ()
     """for ``judge_checkpoint``, in place of ``metric``: a run succeeds with a checkpoint that reaches all of them"""
 
@@ -228,7 +230,9 @@ class MlperfLog:
         get, at = event.fields.get, event.time
         settings = {**(get("settings") or {}), "run": event.fields}
         values, specific = ({e.key: entry_value(e, settings) for e in entries} for entries in (SUBMISSION, self.benchmark.entries))
-        self._steps_per_epoch, self._batch = (max(1, int(get(name) or 1)) for name in ("steps_per_epoch", "global_batch"))
+        per_row = self.benchmark.samples_per_row
+        batch, samples = ((get(name) or 0) * per_row or None for name in ("global_batch", "train_samples"))
+        self._steps_per_epoch, self._batch = (max(1, int(number or 1)) for number in (get("steps_per_epoch"), batch))
         resuming = get("resumed_from") is not None and self.path.exists()
         self._lines = open_resumed(self.path, get("resumed_from"), self._is_later, PREFIX)
         self._running, self._last_step = True, get("resumed_from") or 0
@@ -242,8 +246,8 @@ class MlperfLog:
             "number_of_nodes": nodes,
             "accelerators_per_node": 0 if "cpu" in device.lower() else world // nodes,
             "number_of_ranks": world,
-            "global_batch_size": get("global_batch"),
-            "train_samples": get("train_samples"),
+            "global_batch_size": batch,
+            "train_samples": samples,
             "eval_samples": get("validation_samples"),
         } | specific                                     # after the keys with which the checker compares it
         # False: this program does not drop the page cache; a job script that does so logs its own line
