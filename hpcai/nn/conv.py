@@ -1,7 +1,6 @@
 """Convolutions of maps and volumes.   B batch, C channels, O output channels, D H W the volume, P its voxels"""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -20,7 +19,6 @@ _MAX_UNROLLED = 20480
 # its time on reordering the weights (both gradients, 320 channels at 4^3: 15 ms as products, 24 in halves; 256 at 8^3: 61, 41).
 _MAX_MATMUL_VOXELS = 128
 _WINOGRAD_BLOCK = 1 << 22  # transformed elements in memory at a time, so that they fit into a cache
-_WINOGRAD_POINTS = {2: (0, 1, -1), 4: (0, 1, -1, 0.5, -2)}  # and infinity; those of 4: Barabasz et al. 2020 (arXiv:1803.10986)
 
 Triple = tuple[int, ...]
 
@@ -326,12 +324,17 @@ def _winograd_tile(x: Tensor, weight: Tensor, stride: Triple, padding: Any) -> i
     return 2 if channels >= 256 and sharing >= 4 else 0
 
 
-@cache
-def _winograd_matrices(tile: int) -> list[Tensor]:
-    """Return A and B transposed, and G, of F(tile, 3) of Lavin and Gray 2016 (arXiv:1509.09308) in two dims, by Toom and Cook."""
-    points = torch.tensor(_WINOGRAD_POINTS[tile], dtype=torch.float64, device="cpu")
-    powers = [torch.cat((torch.linalg.vander(points, N=n), torch.eye(n)[-1:])) for n in (tile, tile + 2, 3)]
+def _winograd_matrices(points: Tensor) -> list[Tensor]:
+    """Return A and B transposed, and G, of F(tile, 3) of Lavin and Gray 2016 (arXiv:1509.09308) in two dims, by Toom and Cook, with
+    infinity as the last point."""
+    sizes, unit = (len(points) - 1, len(points) + 1, 3), torch.ones_like(points[:1])
+    powers = [torch.cat((torch.linalg.vander(points, N=n), F.pad(unit, (n - 1, 0))[None])) for n in sizes]
     return [torch.kron(m, m).float() for m in (powers[0].t(), powers[1].inverse().t(), powers[2])]
+
+
+# By the size of tiles. The points of 4: Barabasz et al. 2020 (arXiv:1803.10986).
+_WINOGRAD = {len(points) - 1: _winograd_matrices(torch.tensor(points, dtype=torch.float64, device="cpu"))
+             for points in ((0, 1, -1), (0, 1, -1, 0.5, -2))}  # fmt: skip
 
 
 def _winograd_blocks(x: Tensor, y: Tensor, padding: Sequence[int], tile: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -344,12 +347,12 @@ def _winograd_blocks(x: Tensor, y: Tensor, padding: Sequence[int], tile: int) ->
     for i, r in product(range(0, batch, images), range(0, height, rows)):
         tiles = x[i : i + images, :, r : r + rows + 2].unfold(2, span, tile).unfold(3, span, tile).permute(4, 5, 0, 2, 3, 1)
         out = y[i : i + images, :, r : r + rows].unfold(2, tile, tile).unfold(3, tile, tile).permute(4, 5, 0, 2, 3, 1)
-        yield (_winograd_matrices(tile)[1] @ tiles.reshape(span**2, -1)).view(span**2, -1, x.shape[1]), out
+        yield (_WINOGRAD[tile][1] @ tiles.reshape(span**2, -1)).view(span**2, -1, x.shape[1]), out
 
 
 def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], tile: int, flipped: bool = False) -> Tensor:
     """Return the convolution, or with ``flipped`` that by weights which are transposed and turned by 180 degrees."""
-    a, _, g = _winograd_matrices(tile)
+    a, _, g = _WINOGRAD[tile]
     weights = torch.matmul(g.flip(1) if flipped else g, weight.permute(0, 2, 3, 1).flatten(1, 2)).transpose(0, 1)
     weights = weights if flipped else weights.transpose(1, 2)  # [(tile + 2)^2, C, O]
     height, width = (n + 2 * p - 2 for n, p in zip(x.shape[2:], padding))
@@ -364,7 +367,7 @@ def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[
 
 
 def _winograd_grad_weight(dy: Tensor, x: Tensor, padding: Sequence[int], tile: int) -> Tensor:
-    (a, _, g), dy = _winograd_matrices(tile), F.pad(dy, (0, -dy.shape[3] % tile, 0, -dy.shape[2] % tile))
+    (a, _, g), dy = _WINOGRAD[tile], F.pad(dy, (0, -dy.shape[3] % tile, 0, -dy.shape[2] % tile))
     dweights = x.new_zeros((tile + 2) ** 2, dy.shape[1], x.shape[1])
     for tiles, out in _winograd_blocks(x, dy, padding, tile):
         dweights.baddbmm_((a.t() @ out.reshape(tile**2, -1)).view(len(tiles), -1, dy.shape[1]).transpose(1, 2), tiles)
