@@ -230,8 +230,8 @@ class MlperfLog:
         get, at = event.fields.get, event.time
         settings = {**(get("settings") or {}), "run": event.fields}
         values, specific = ({e.key: entry_value(e, settings) for e in entries} for entries in (SUBMISSION, self.benchmark.entries))
-        per_row = self.benchmark.samples_per_row
-        batch, samples = ((get(name) or 0) * per_row or None for name in ("global_batch", "train_samples"))
+        sizes = (get(name) or 0 for name in ("global_batch", "train_samples"))
+        batch, samples = (size * self.benchmark.samples_per_row or None for size in sizes)
         self._steps_per_epoch, self._batch = (max(1, int(number or 1)) for number in (get("steps_per_epoch"), batch))
         resuming = get("resumed_from") is not None and self.path.exists()
         self._lines = open_resumed(self.path, get("resumed_from"), self._is_later, PREFIX)

@@ -21,6 +21,7 @@ _MAX_MATMUL_VOXELS = 128
 _WINOGRAD_BLOCK = 1 << 22  # transformed elements in memory at a time, so that they fit into a cache
 
 Triple = tuple[int, ...]
+Layer = nn.Conv2d | nn.ConvTranspose2d
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -226,8 +227,9 @@ class Conv2d(nn.Conv2d):
             return _in_float32(self._conv_forward, x, weight, bias)
         fast = _is_fast_layer(self, x)
         if not self._is_product(x):
-            fast = fast and (self.dilation != (1, 1) or _winograd_tile(x, weight, self.stride, self.padding) > 0)
-            return _FastConv.call(self, x, weight, bias, self.stride) if fast else self._conv_forward(x, weight, bias)
+            tile = _winograd_tile(x, weight, self.stride, self.padding) if fast and self.dilation == (1, 1) else 0
+            fast = fast and (self.dilation != (1, 1) or tile > 0)
+            return _FastConv.call(self, x, weight, bias, self.stride, tile) if fast else self._conv_forward(x, weight, bias)
         x = x[:, :, :: self.stride[0], :: self.stride[1]]
         if fast and 2 * x[:, 0].numel() >= max(weight.shape):
             return _FastConv.call(self, channels_last(x), weight, bias, (1, 1))
@@ -248,7 +250,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         return super().forward(x, output_size)
 
 
-def _is_fast_layer(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
+def _is_fast_layer(conv: Layer, x: Tensor) -> bool:
     """Whether ``_FastConv`` supports a layer, which has enough output channels to gain from it."""
     fits = on_cpu(x) and x.dtype == conv.weight.dtype == torch.float32 and conv.groups == 1 and conv.out_channels >= 16
     fits = fits and conv.padding_mode == "zeros" and not isinstance(conv.padding, str) and not torch.is_autocast_enabled("cpu")
@@ -258,27 +260,27 @@ def _is_fast_layer(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
 
 
 class _FastConv(torch.autograd.Function):
-    """A convolution with output and gradients in channels-last memory, each by the fastest method for its shape.
+    """A convolution with output and gradients in channels-last memory, each by the fastest method: Winograd's if ``tile`` is not 0.
 
     oneDNN's gradient of the weights is so slow in this memory that copies pay off for transposed convolutions (256 to 256 channels
     at 96 x 144: 0.22 s instead of 0.46 s) and for dilated ones (2,048 to 256 at 24 x 36: 0.15 s instead of 0.20 s).
     """
 
     @staticmethod
-    def call(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Triple) -> Tensor:
+    def call(conv: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Triple, tile: int = 0) -> Tensor:
         transposed = isinstance(conv, nn.ConvTranspose2d)
         conv_args = (stride, conv.padding, conv.dilation, transposed, conv.output_padding, conv.groups)
-        return _FastConv.apply(x, weight, bias, conv_args)
+        return _FastConv.apply(x, weight, bias, conv_args, tile)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv_args: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv_args: tuple[Any, ...], tile: int) -> Tensor:
         ctx.save_for_backward(x, weight)
-        (stride, padding, dilation, transposed), ctx.conv_args, ctx.has_bias = conv_args[:4], conv_args, bias is not None
+        (stride, padding, dilation, transposed), ctx.conv_args = conv_args[:4], conv_args
+        ctx.has_bias, ctx.tile = bias is not None, tile
         ctx.pointwise = not transposed and weight.shape[2:] == (1, 1) and (stride, padding) == ((1, 1), (0, 0))
-        ctx.tile = 0 if transposed or dilation != (1, 1) else _winograd_tile(x, weight, stride, padding)
         if ctx.pointwise:
             return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, 1)
-        return _winograd(x, weight, bias, padding, ctx.tile) if ctx.tile else torch.convolution(x, weight, bias, *conv_args)
+        return _winograd(x, weight, bias, padding, tile) if tile else torch.convolution(x, weight, bias, *conv_args)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -286,7 +288,7 @@ class _FastConv(torch.autograd.Function):
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph: operations that have derivatives
             conv_args = *conv_args, [need_input, need_weight, ctx.has_bias and need_bias]
-            return *torch.ops.aten.convolution_backward(dy, x, weight, [dy.shape[1]], *conv_args), None
+            return *torch.ops.aten.convolution_backward(dy, x, weight, [dy.shape[1]], *conv_args), None, None
 
         def gradients(memory_format: torch.memory_format, mask: list[bool]) -> Any:
             dy_, x_, weight_ = (t.contiguous(memory_format=memory_format) for t in (dy, x, weight))
@@ -308,7 +310,7 @@ class _FastConv(torch.autograd.Function):
             dweight = (rows.t() @ x_rows).view(weight.shape)
         elif need_weight:
             dweight = gradients(torch.contiguous_format, [False, True, False])[1]
-        return dx, dweight, dy.sum((0, 2, 3)) if ctx.has_bias and need_bias else None, None
+        return dx, dweight, dy.sum((0, 2, 3)) if ctx.has_bias and need_bias else None, None, None
 
 
 def _winograd_tile(x: Tensor, weight: Tensor, stride: Triple, padding: Any) -> int:

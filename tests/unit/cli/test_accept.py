@@ -96,6 +96,10 @@ def test_runs_of_an_app_have_the_batch_of_their_scale() -> None:
     assert runs.plan_run("cosmoflow", "strong", 64 * of_rank, 4, True) is None, "more ranks than samples"
     on_cpus = runs.plan_run("cosmoflow", "weak", 2, 2, False)
     assert on_cpus is not None and on_cpus.run[2] == "small.yaml" and "data.batch=4" in on_cpus.run
+    names = [name for app in runs.declared_apps() for name in runs.read_declaration(app)]
+    assert names.count("checkpoint") == names.count("resume") == 1, "each part is declared by one app"
+    large = runs.plan_run(runs.app_of("checkpoint"), "small", 4, 4, True, "checkpoint")
+    assert large is not None and "width: 2048" in large.run[-2] and "data.batch=4" in large.run
 
 
 @pytest.mark.parametrize("app", runs.declared_apps())

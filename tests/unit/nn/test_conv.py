@@ -187,7 +187,8 @@ def test_fast_convolutions_equal_torch(kernel: int, padding: Any, shape: tuple[i
 
 def test_wide_3x3_convolutions_use_winograd_and_others_torch() -> None:
     layer, x = Conv2d(256, 256, 3, padding=1), torch.randn(2, 256, 16, 16).contiguous(memory_format=torch.channels_last)
-    assert "_FastConv" in type(layer(x).grad_fn).__name__
+    function: Any = layer(x).grad_fn
+    assert "_FastConv" in type(function).__name__ and function.tile == 2
     sizes = (8, 256, 16, 16), (8, 256, 14, 14), (2, 256, 8, 8), (8, 64, 16, 16)  # 14 is no multiple of 4
     assert [_winograd_tile(torch.empty(n), torch.empty(n[1], n[1], 3, 3), (1, 1), (1, 1)) for n in sizes] == [4, 2, 0, 0]
     layer(x[:0]).sum().backward()
